@@ -9,11 +9,11 @@ from typing import Any
 from sqlalchemy import func, select, text
 
 from tests.handles import Experiment, Store, Transaction
-from trinity_buffer.events import ExperiencesRecorded, Recorded
+from trinity_buffer.codec.objects import new_event
+from trinity_buffer.events import ExperiencesRecorded, Recorded, now_us
 from trinity_buffer.experience import Experience
 from trinity_buffer.pipeline.coordination.waiting import this_host
 from trinity_buffer.pipeline.encoding import decode_experiences, encode_experiences
-from trinity_buffer.pipeline.handle import new_event, now_us
 from trinity_buffer.store import leases, log
 from trinity_buffer.store.connection import open_for_migration
 from trinity_buffer.store.leases import PresenceRow
@@ -89,7 +89,7 @@ def appending(
 ) -> Callable[[Transaction], list[log.Place]]:
     """Return what appends events of ``facts`` to the log of the experiment of this key."""
     events = [(actor, new_event(fact)) for fact in facts]
-    return lambda tx: log.append(tx, key, events, now_us=now_us())
+    return lambda tx: log.append(tx, key, events)
 
 
 async def append(experiment: Experiment, *facts: Recorded, actor: str = "test") -> list[int]:

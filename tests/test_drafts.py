@@ -40,7 +40,8 @@ USE_OF_KIND = """
 import anyio, sys
 from trinity_buffer.events import PolicyScored
 from trinity_buffer.inspector.events import event_lines
-from trinity_buffer.pipeline.handle import new_event, now_us
+from trinity_buffer.codec.objects import new_event
+from trinity_buffer.events import now_us
 from trinity_buffer.pipeline.verify.projections import rebuild
 from trinity_buffer import open_store
 from trinity_buffer import verify
@@ -51,7 +52,7 @@ async def main():
         experiment = await store.experiment("x", config={})
         event = new_event(PolicyScored(number=3, score=0.5))
         await store.database.write(
-            log.append, experiment.key, [("judge", event)], now_us=now_us()
+            log.append, experiment.key, [("judge", event)]
         )
         assert (await verify(experiment)).problems == ()
         await rebuild(store.database, experiment.key)

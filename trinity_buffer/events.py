@@ -20,6 +20,8 @@ annotation that of its `ExperiencesAnnotated`.
 
 from __future__ import annotations
 
+import os
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias, get_args
 
@@ -517,6 +519,18 @@ Fact = Recorded | UnknownEvent
 """All that a reader may meet in a log."""
 
 
+class NewEvent(Struct, frozen=True):
+    """A fact that is about to be recorded.
+
+    Attributes:
+        fact: what the projections fold.
+        encoded: the same as bytes, which is what is stored.
+    """
+
+    fact: Fact
+    encoded: bytes
+
+
 class PlacedFact(Struct, frozen=True):
     """A fact at its place in the log of an experiment, and who recorded it."""
 
@@ -528,6 +542,22 @@ class PlacedFact(Struct, frozen=True):
     def kind(self) -> str:
         """How the log names its kind."""
         return kind_of(self.fact)
+
+
+CLOCK_OFFSET = "TRINITY_BUFFER_CLOCK_OFFSET_S"
+"""Environment variable: seconds by which this process's clock is off, for tests."""
+
+clock_offset_us = int(float(os.environ.get(CLOCK_OFFSET) or 0) * 1e6)
+"""The same in microseconds, for this process."""
+
+
+def now_us() -> int:
+    """Return the wall clock in microseconds since 1970.
+
+    Only displayed times and the deadlines of incomplete groups may depend on it, never the order of
+    the log or the ownership of a lease.
+    """
+    return time.time_ns() // 1000 + clock_offset_us
 
 
 KINDS: Mapping[str, type[Recorded]] = {each.__name__: each for each in get_args(Recorded)}

@@ -13,7 +13,7 @@ from trinity_buffer.codec.objects import (
     decode_body,
     decode_fact,
     encode_body,
-    encode_fact,
+    new_event,
     unpack_object,
 )
 from trinity_buffer.errors import CodecError, CodecVersionError, InvalidArgumentError
@@ -43,14 +43,14 @@ def test_a_value_that_cannot_be_stored_is_named_with_its_event() -> None:
 @pytest.mark.parametrize("value", [(1, 2), {"betas": [(0.9, 0.99)]}, {1: 2}, {"a": 2**70}])
 def test_values_of_users_come_back_with_their_types(value: object) -> None:
     fact = events.ExperimentCreated(config={"extra": value})
-    back = decode_fact("ExperimentCreated", encode_fact(fact))
+    back = decode_fact("ExperimentCreated", new_event(fact).encoded)
     assert repr(back) == repr(fact)
 
 
 @pytest.mark.parametrize("value", [{1}, date(2026, 1, 1), Decimal(1), {1.5: 1}, {None: 1}])
 def test_what_would_come_back_as_something_else_is_refused(value: object) -> None:
     with pytest.raises(InvalidArgumentError, match=r"ExperimentCreated\['config'\]\['extra'\]"):
-        encode_fact(events.ExperimentCreated(config={"extra": value}))
+        new_event(events.ExperimentCreated(config={"extra": value}))
 
 
 def renamed(monkeypatch: pytest.MonkeyPatch, *, version: int) -> None:

@@ -12,9 +12,8 @@ import pytest
 
 from tests.postgres import PostgresServer
 from tests.raw_store import PresenceRow
-from trinity_buffer import open_store
+from trinity_buffer import events, open_store
 from trinity_buffer.errors import LeaseHeldError
-from trinity_buffer.pipeline import handle
 from trinity_buffer.pipeline.coordination import lease
 from trinity_buffer.pipeline.coordination.lease import TrainerLease, hold_lease
 from trinity_buffer.pipeline.coordination.waiting import has_ended
@@ -27,7 +26,7 @@ HOURS_AHEAD, HOURS_BEHIND = 5 * HOUR_US, -5 * HOUR_US
 @pytest.mark.parametrize("offset_us", [HOURS_AHEAD, HOURS_BEHIND])
 def test_a_moved_clock_makes_no_process_of_this_machine_a_dead_one(offset_us: int) -> None:
     """The system's clock moves the time of its boot too, by which a process would have begun."""
-    began = handle.now_us() - offset_us
+    began = events.now_us() - offset_us
     mine = PresenceRow("rank 1", "trainer", socket.gethostname(), os.getpid(), began, began, None)
     assert not has_ended(mine)
     gone = subprocess.Popen(["true"])
@@ -45,7 +44,7 @@ async def test_a_moved_clock_takes_no_lease_from_one_who_renews_it(
     async with open_store(store_url) as store:
         experiment = await store.experiment("run", config={})
         async with hold_lease(store.database, experiment.key, "trainer", ttl_s=0.4) as held:
-            monkeypatch.setattr(handle, "clock_offset_us", offset_us)
+            monkeypatch.setattr(events, "clock_offset_us", offset_us)
             other = TrainerLease(store.database, experiment.key, "trainer", ttl_s=0.4)
             # The holder is this very process, and alive; both have the same moved clock from here.
             with anyio.move_on_after(1.5):
@@ -61,7 +60,7 @@ async def test_a_silent_holder_is_replaced_whatever_the_clocks_say(
         experiment = await store.experiment("run", config={})
         silent = TrainerLease(store.database, experiment.key, "trainer", ttl_s=60)
         await silent.acquire(wait=False)
-        monkeypatch.setattr(handle, "clock_offset_us", offset_us)
+        monkeypatch.setattr(events, "clock_offset_us", offset_us)
         other = TrainerLease(store.database, experiment.key, "trainer", ttl_s=0.2)
         with anyio.fail_after(10):
             await other.acquire(wait=True)

@@ -18,7 +18,7 @@ from tests.contract.making import opened, rollout
 from tests.handles import Experiment, Store
 from tests.pipeline.test_reward_table import by_experiences, by_rewards, said
 from tests.pipeline.test_reward_table import recorded as as_events
-from tests.raw_store import new_event, now_us, rows
+from tests.raw_store import new_event, rows
 from tests.whole_stores import experiences_of
 from trinity_buffer import inspector, open_store, run_strategy
 from trinity_buffer.algorithm import ADD_STRATEGY, ADVANTAGE_FN
@@ -294,9 +294,7 @@ async def registered_before(
     grouping = {"rollouts_per_group": None, "group_timeout_s": None, "on_incomplete_group": "keep"}
     config = {"strategy": strategy, "args": args, "grouping": grouping}
     event = new_event(ConsumerRegistered(consumer=name, kind="strategy", config=config))
-    await experiment.database.write(
-        writer_queries.registered, experiment.key, name, event, clock=now_us
-    )
+    await experiment.database.write(writer_queries.registered, experiment.key, name, event)
 
 
 @pytest.mark.parametrize(

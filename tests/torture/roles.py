@@ -24,7 +24,7 @@ from typing_extensions import override
 
 from tests.crash.forking import become
 from tests.torture.effects import note
-from trinity_buffer import open_replay_stream, open_store, open_train_stream, run_strategy
+from trinity_buffer import events, open_replay_stream, open_store, open_train_stream, run_strategy
 from trinity_buffer.cli import roles
 from trinity_buffer.cli.run_backends import first_policy, task_of
 from trinity_buffer.cli.run_config import algorithm_of, of_experiment
@@ -33,7 +33,6 @@ from trinity_buffer.demo.rollout import TaskSampler
 from trinity_buffer.errors import ConflictingExperienceError, TrainingError, TrinityBufferError
 from trinity_buffer.experience import Experience
 from trinity_buffer.explorer.explore import ExploreOptions, SamplingExplorer
-from trinity_buffer.pipeline import handle
 from trinity_buffer.pipeline.config import RunConfig
 from trinity_buffer.pipeline.train import checkpoint as checkpoints
 from trinity_buffer.store import sqlite
@@ -108,7 +107,7 @@ class _WrongClock:
 
 def _move_clock(life: Life, folder: Path) -> None:
     def move(seconds: float, kind: str) -> None:
-        vars(handle)["time"] = _WrongClock(seconds, folder, kind)
+        vars(events)["time"] = _WrongClock(seconds, folder, kind)
 
     if life.clock_s:
         move(life.clock_s, "clock wrong")

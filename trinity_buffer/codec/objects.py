@@ -312,8 +312,8 @@ def _decoder(kind: type[events.Recorded]) -> msgspec.msgpack.Decoder[events.Reco
     return msgspec.msgpack.Decoder(kind, ext_hook=partial(_extension, None, MAX_DEPTH))
 
 
-def encode_fact(fact: events.Recorded) -> bytes:
-    """Return the bytes of the body of ``fact``, its version included.
+def new_event(fact: events.Recorded) -> events.NewEvent:
+    """Return the event to append, its version included. Encodes: call it outside transactions.
 
     Raises:
         InvalidArgumentError: a value that does not come back as it is.
@@ -325,10 +325,12 @@ def encode_fact(fact: events.Recorded) -> bytes:
     except (TypeError, OverflowError, UnicodeEncodeError):
         blob = b""  # NumPy's numbers, ints beyond 64 bits, and texts with lone surrogates
     if not blob:
-        return encode_body(events.kind_of(fact), events.body_of(fact))
+        body = encode_body(events.kind_of(fact), events.body_of(fact))
+        return events.NewEvent(fact, body)
     # The head that msgspec writes has room for all fields; the bytes of events have the shortest.
     is_long = blob[0] == _LONG_MAP and (size := int.from_bytes(blob[1:3], "big")) < 16
-    return bytes((_SHORT_MAP | size,)) + blob[3:] if is_long else blob
+    body = bytes((_SHORT_MAP | size,)) + blob[3:] if is_long else blob
+    return events.NewEvent(fact, body)
 
 
 def decode_fact(kind: str, blob: Buffer) -> events.Fact:

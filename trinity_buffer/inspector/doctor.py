@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from shlex import quote
 
+from trinity_buffer.events import now_us
 from trinity_buffer.identity import TURNS
 from trinity_buffer.pipeline.coordination import waiting
 from trinity_buffer.pipeline.coordination.diagnosis import Lack, Surroundings, counted, lacks_of
-from trinity_buffer.pipeline.handle import now_us
 from trinity_buffer.pipeline.store import Experiment, Store
 from trinity_buffer.pipeline.write import planning
 from trinity_buffer.store import counters, counts, leases, log, trainer_queries, writer_queries

@@ -9,9 +9,8 @@ from statistics import fmean
 from typing import Any
 
 from trinity_buffer.errors import UnknownNameError
-from trinity_buffer.events import BatchPlanned, BatchSealed, PolicyPublished
+from trinity_buffer.events import BatchPlanned, BatchSealed, PolicyPublished, now_us
 from trinity_buffer.inspector.source import Source
-from trinity_buffer.pipeline.handle import now_us
 from trinity_buffer.pipeline.manifest import leased_steps
 from trinity_buffer.pipeline.store import Store
 from trinity_buffer.store import counters, counts, inspection, log, trainer_queries, writer_queries

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import json
-import os
-import time
 from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from trinity_buffer.codec.objects import decode_body, decode_fact, encode_fact
+from trinity_buffer.codec.objects import decode_body, decode_fact
 from trinity_buffer.errors import CodecError, InvalidArgumentError
-from trinity_buffer.events import Fact, Recorded
+from trinity_buffer.events import Fact
 from trinity_buffer.store import writer_queries
 from trinity_buffer.store.connection import Database
-from trinity_buffer.store.log import NewEvent, StoredEvent
+from trinity_buffer.store.log import StoredEvent
 
 
 class ExperimentHandle:
@@ -37,12 +35,6 @@ class ExperimentHandle:
         """Return whether it is finished now; a later change of configuration reopens it."""
         return await self.database.read(writer_queries.is_finished, self.key)
 
-
-CLOCK_OFFSET = "TRINITY_BUFFER_CLOCK_OFFSET_S"
-"""Environment variable: seconds by which this process's clock is off, for tests."""
-
-clock_offset_us = int(float(os.environ.get(CLOCK_OFFSET) or 0) * 1e6)
-"""The same in microseconds, for this process."""
 
 T = TypeVar("T")
 
@@ -73,11 +65,6 @@ class Event:
     def body(self) -> Mapping[str, Any]:
         """Its content as a mapping, upgraded to the current version; see ``docs/events.md``."""
         return decode_body(self.kind, self.encoded)
-
-
-def new_event(fact: Recorded) -> NewEvent:
-    """Return the event to append. Encodes: call it outside transactions."""
-    return NewEvent(fact, encode_fact(fact))
 
 
 def decoded(experiment: str, stored: StoredEvent) -> Event:
@@ -132,12 +119,3 @@ def as_json(what: str, value: Any) -> Any:
         raise InvalidArgumentError(
             f"{what}: {value!r:.200} cannot be recorded, it must be made of JSON's values ({error})"
         ) from error
-
-
-def now_us() -> int:
-    """Return the wall clock in microseconds since 1970.
-
-    Only displayed times and the deadlines of incomplete groups may depend on it, never the order of
-    the log or the ownership of a lease.
-    """
-    return time.time_ns() // 1000 + clock_offset_us

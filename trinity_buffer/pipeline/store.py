@@ -10,11 +10,13 @@ from typing import TYPE_CHECKING, Any, get_args
 
 from trinity_buffer import errors
 from trinity_buffer.codec.blob import keep_what_is_freed
+from trinity_buffer.codec.objects import new_event
 from trinity_buffer.events import (
     BatchLeased,
     ConfigurationChanged,
     ExperimentCreated,
     ExperimentFinished,
+    NewEvent,
     PolicyPublished,
     TrainerRewound,
     kinds_of,
@@ -29,7 +31,7 @@ from trinity_buffer.pipeline.manifest import leased_steps
 from trinity_buffer.pipeline.train.checkpoint import found_again
 from trinity_buffer.store import log, trainer_queries, writer_queries
 from trinity_buffer.store.connection import Database, Durability, open_database
-from trinity_buffer.store.log import NewEvent, StoredEvent
+from trinity_buffer.store.log import StoredEvent
 from trinity_buffer.store.rows import ExperienceRow
 from trinity_buffer.store.transaction import Transaction
 from trinity_buffer.store.url import StoreURL
@@ -135,7 +137,7 @@ class Experiment(handle.ExperimentHandle):
         return str(self.config.get("trainer", "trainer"))
 
     def _append(self, tx: Transaction, event: NewEvent, actor: str) -> None:
-        log.append(tx, self.key, [(actor, event)], now_us=handle.now_us())
+        log.append(tx, self.key, [(actor, event)])
 
     async def until_finished(self) -> None:
         """Wait until the experiment is finished.
@@ -164,7 +166,7 @@ class Experiment(handle.ExperimentHandle):
             raise errors.InvalidArgumentError(
                 f"experiment {self.name!r}: reason={reason!r:.40}, it must be a text"
             )
-        event = handle.new_event(ExperimentFinished(reason=reason))
+        event = new_event(ExperimentFinished(reason=reason))
         await self.database.write(self._append, event, actor)
 
     async def read(  # noqa: PLR0913 - all by keyword, each a filter
@@ -288,7 +290,7 @@ class Experiment(handle.ExperimentHandle):
             ConflictError: a newer version is published.
         """
         _check_policy(version, uri, digest)
-        event = handle.new_event(PolicyPublished(number=version, uri=uri, digest=digest))
+        event = new_event(PolicyPublished(number=version, uri=uri, digest=digest))
 
         def publish(tx: Transaction) -> None:
             tx.lock(self.key)
@@ -432,7 +434,7 @@ class Store:
                 f"experiment {name!r}: schema={fresh['schema']!r}, accepted are "
                 f"{', '.join(SCHEMAS)}"
             )
-        created = handle.new_event(ExperimentCreated(config=fresh))
+        created = new_event(ExperimentCreated(config=fresh))
         change = partial(_create_or_change, name=name, wanted=wanted, fresh=fresh, created=created)
         its_key, current = await self.database.write(change, actor=actor)
         return Experiment(self, its_key, name, current)
@@ -476,7 +478,7 @@ def _create_or_change(
     refuse_unknown(new, f"experiment {name!r}: ", known, remedy)
     if stored is None:
         require_values(name, wanted)
-        log.append(tx, key, [(actor, created)], now_us=handle.now_us())
+        log.append(tx, key, [(actor, created)])
         return key, fresh
     require_values(name, new)
     if "schema" in changes:  # it describes what is stored
@@ -487,8 +489,8 @@ def _create_or_change(
         )
     after = {**before, **wanted}
     if changes:
-        event = handle.new_event(ConfigurationChanged(changes=changes, config=after))
-        log.append(tx, key, [(actor, event)], now_us=handle.now_us())
+        event = new_event(ConfigurationChanged(changes=changes, config=after))
+        log.append(tx, key, [(actor, event)])
     return key, after
 
 

@@ -14,23 +14,10 @@ from hashlib import sha256
 from typing import Any, NamedTuple
 
 from trinity_buffer.errors import StoreError
-from trinity_buffer.events import Fact, PlacedFact, kind_of
+from trinity_buffer.events import NewEvent, PlacedFact, kind_of, now_us
 from trinity_buffer.identity import require_name
 from trinity_buffer.store import fold, transaction
 from trinity_buffer.store.tables import FREQUENT, NOT_FREQUENT, event
-
-
-@dataclass(frozen=True, slots=True)
-class NewEvent:
-    """A fact that is about to be recorded.
-
-    Attributes:
-        fact: what the projections fold.
-        encoded: the same as bytes, which is what is stored.
-    """
-
-    fact: Fact
-    encoded: bytes
 
 
 class Place(NamedTuple):
@@ -62,7 +49,6 @@ def append(
     experiment_id: int,
     events: Sequence[tuple[str, NewEvent]],
     *,
-    now_us: int,
     last: Place | None = None,
 ) -> list[Place]:
     """Append events in order, fold them, and return their places. Never commits.
@@ -80,9 +66,9 @@ def append(
         # Under the lock, so that no other event comes between the end that is read and ours.
         tx.lock(experiment_id)
         last = end(tx, experiment_id)
-    places, facts, rows = [], [], []
+    places, facts, rows, now = [], [], [], now_us()
     for actor, new in events:
-        event_says = (last.position + 1, kind_of(new.fact), actor, now_us, new.encoded)
+        event_says = (last.position + 1, kind_of(new.fact), actor, now, new.encoded)
         last = Place(event_says[0], head_of(last.head, *event_says))
         places.append(last)
         rows.append((experiment_id, *event_says, last.head))

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from trinity_buffer.errors import InvalidArgumentError
+from trinity_buffer.events import NewEvent
 from trinity_buffer.identity import EID, Key
 from trinity_buffer.options import renamed
 from trinity_buffer.store import counters, fold, log
@@ -216,9 +217,7 @@ _CONSUMERS = Statement(f"{_COLUMNS_OF_CONSUMER} ORDER BY name")
 _CONSUMER = Statement(f"{_COLUMNS_OF_CONSUMER} AND name = :by")
 
 
-def registered(
-    tx: Transaction, experiment: int, name: str, event: log.NewEvent, *, clock: Callable[[], int]
-) -> ConsumerRow:
+def registered(tx: Transaction, experiment: int, name: str, event: NewEvent) -> ConsumerRow:
     """Return the consumer ``name``; append the event that registers it if it is new.
 
     Raises:
@@ -237,7 +236,7 @@ def registered(
                 f"consumer {name!r}: this name is reserved for rows that are refused when they are "
                 "written; choose another one"
             )
-        log.append(tx, experiment, [(name, event)], now_us=clock())
+        log.append(tx, experiment, [(name, event)])
         row = consumer_row(tx, experiment, name)
     assert row is not None
     return row

@@ -23,7 +23,8 @@ from typing_extensions import override
 from trinity_buffer import errors
 from trinity_buffer.algorithm.add_strategy import ADD_STRATEGY, AddStrategy, compose
 from trinity_buffer.algorithm.arguments import made, refuse_unknown
-from trinity_buffer.events import ConsumerRegistered, ExperiencesRecorded
+from trinity_buffer.codec.objects import new_event
+from trinity_buffer.events import ConsumerRegistered, ExperiencesRecorded, now_us
 from trinity_buffer.experience import Experience
 from trinity_buffer.faultpoints import reached
 from trinity_buffer.identity import order_of
@@ -35,7 +36,7 @@ from trinity_buffer.pipeline.background import settle_imports, task_group
 from trinity_buffer.pipeline.coordination import diagnosis, waiting
 from trinity_buffer.pipeline.coordination.diagnosis import counted
 from trinity_buffer.pipeline.coordination.lease import TTL_S, StrategyLease
-from trinity_buffer.pipeline.handle import ExperimentHandle, as_json, new_event, now_us
+from trinity_buffer.pipeline.handle import ExperimentHandle, as_json
 from trinity_buffer.pipeline.load.columns import load_experiences
 from trinity_buffer.pipeline.load.reading import EventCache
 from trinity_buffer.store import log, segments, writer_queries
@@ -272,9 +273,7 @@ class StrategyConsumer:
         database, key = self.experiment.database, self.experiment.key
         row = await database.read(writer_queries.consumer_row, key, self.name)
         if row is None:
-            row = await database.write(
-                writer_queries.registered, key, self.name, event, clock=now_us
-            )
+            row = await database.write(writer_queries.registered, key, self.name, event)
         if row.kind != "strategy":
             raise errors.ConflictingStrategyError(
                 f"{self.name!r} is a {row.kind} of experiment {self.experiment.name!r}: give the "
@@ -569,7 +568,7 @@ class StrategyConsumer:
             # The same statement tells where the log ends, so that `append` need not ask.
             last = self._lease.standing(tx).end
             ours = [(self.name, event) for event in events]
-            log.append(tx, key, ours, now_us=now_us(), last=last)
+            log.append(tx, key, ours, last=last)
             reached("inside-annotate")
 
         s.write(commit)

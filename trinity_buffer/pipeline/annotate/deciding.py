@@ -24,16 +24,21 @@ from trinity_buffer.algorithm.add_strategy import AddStrategy, AdvantageAddStrat
 from trinity_buffer.algorithm.advantage_fn import PipelineAdvantage
 from trinity_buffer.algorithm.copies import original_uid
 from trinity_buffer.algorithm.group_scores import Over, RewardScorer
+from trinity_buffer.codec.objects import new_event
 from trinity_buffer.codec.segments import ANNOTATED, Column, content_digest, encode_segment
 from trinity_buffer.errors import InvalidArgumentError, UnknownNameError
-from trinity_buffer.events import ExperiencesAnnotated, ExperiencesRecorded, ExperiencesRejected
+from trinity_buffer.events import (
+    ExperiencesAnnotated,
+    ExperiencesRecorded,
+    ExperiencesRejected,
+    NewEvent,
+)
 from trinity_buffer.experience import Experience
 from trinity_buffer.identity import storable
 from trinity_buffer.options import GroupingRules, renamed
 from trinity_buffer.pipeline.annotate.grouping import Group
 from trinity_buffer.pipeline.annotations import encode_annotations
-from trinity_buffer.pipeline.handle import as_json, new_event
-from trinity_buffer.store.log import NewEvent
+from trinity_buffer.pipeline.handle import as_json
 from trinity_buffer.store.rows import MAX_ROWS_PER_EVENT, SLOT_BITS, ExperienceRow
 from trinity_buffer.store.segments import SegmentRow, SegmentStore, new_key
 from trinity_buffer.writer import StagedWriter, invalid

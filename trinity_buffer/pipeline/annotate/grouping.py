@@ -23,11 +23,12 @@ from operator import itemgetter
 from trinity_buffer import events
 from trinity_buffer.algorithm.group_scores import Unit
 from trinity_buffer.errors import CodecError, CodecVersionError
+from trinity_buffer.events import now_us
 from trinity_buffer.identity import Key
 from trinity_buffer.limits import sizes
 from trinity_buffer.options import GroupingRules
 from trinity_buffer.pipeline.coordination.waiting import one_line
-from trinity_buffer.pipeline.handle import ExperimentHandle, decoded, fact_at, now_us
+from trinity_buffer.pipeline.handle import ExperimentHandle, decoded, fact_at
 from trinity_buffer.pipeline.load.reading import EventCache
 from trinity_buffer.pipeline.write import planning
 from trinity_buffer.store import counts, log, writer_queries

@@ -13,11 +13,12 @@ from typing import cast
 
 import torch
 
+from trinity_buffer.codec.objects import new_event
 from trinity_buffer.errors import InvalidArgumentError
 from trinity_buffer.events import RewardsAssigned
 from trinity_buffer.experience import Experience
 from trinity_buffer.limits import sizes
-from trinity_buffer.pipeline.handle import ExperimentHandle, new_event, now_us
+from trinity_buffer.pipeline.handle import ExperimentHandle
 from trinity_buffer.pipeline.load.columns import load_experiences
 from trinity_buffer.pipeline.load.reading import EventCache
 from trinity_buffer.store import log, writer_queries
@@ -87,5 +88,5 @@ async def assign_rewards(
         for page in [*filter(None, pages)] or pages[-1:]
     ]
     events = [(actor, new_event(fact)) for fact in facts]
-    await experiment.database.write(lambda tx: log.append(tx, key, events, now_us=now_us()))
+    await experiment.database.write(lambda tx: log.append(tx, key, events))
     return sum(map(len, pages))

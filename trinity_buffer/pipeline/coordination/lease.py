@@ -20,14 +20,14 @@ import anyio
 from typing_extensions import override
 
 from trinity_buffer import errors
+from trinity_buffer.events import NewEvent, now_us
 from trinity_buffer.options import StepOptions
 from trinity_buffer.pipeline.background import task_group
 from trinity_buffer.pipeline.coordination import waiting
-from trinity_buffer.pipeline.handle import now_us
 from trinity_buffer.store import leases, log
 from trinity_buffer.store.connection import Database
 from trinity_buffer.store.leases import describe_owner
-from trinity_buffer.store.log import NewEvent, Place
+from trinity_buffer.store.log import Place
 from trinity_buffer.store.transaction import Transaction
 
 TTL_S = StepOptions.lease_ttl_s
@@ -353,7 +353,7 @@ class TrainerLease(Lease):
             )
         end = end if of == self.experiment else None
         ours = [(self.consumer, event) for event in events]
-        return log.append(tx, of, ours, now_us=now_us(), last=end)
+        return log.append(tx, of, ours, last=end)
 
     async def is_held(self) -> bool:
         """Return whether nobody has taken over, by the store as it is now."""

@@ -25,9 +25,9 @@ from typing import Literal
 import anyio
 
 from trinity_buffer import errors
+from trinity_buffer.events import now_us
 from trinity_buffer.identity import TURNS
 from trinity_buffer.pipeline.background import task_group
-from trinity_buffer.pipeline.handle import now_us
 from trinity_buffer.store import leases, log, writer_queries
 from trinity_buffer.store.connection import Database
 from trinity_buffer.store.leases import PresenceRow

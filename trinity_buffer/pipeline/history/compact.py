@@ -14,8 +14,14 @@ from pathlib import Path
 
 import anyio.to_thread
 
+from trinity_buffer.codec.objects import new_event
 from trinity_buffer.errors import CodecError, DamagedSegmentError, InvalidArgumentError, StoreError
-from trinity_buffer.events import ExperiencesRecorded, SegmentsArchived, SegmentsRestored
+from trinity_buffer.events import (
+    ExperiencesRecorded,
+    NewEvent,
+    SegmentsArchived,
+    SegmentsRestored,
+)
 from trinity_buffer.faultpoints import reached
 from trinity_buffer.identity import FAMILIES
 from trinity_buffer.limits import by_size, sizes
@@ -26,13 +32,12 @@ from trinity_buffer.pipeline.archive import (
     require_pyarrow,
     write_archive,
 )
-from trinity_buffer.pipeline.handle import fact_at, new_event, now_us
+from trinity_buffer.pipeline.handle import fact_at
 from trinity_buffer.pipeline.load.reading import blobs_of
 from trinity_buffer.pipeline.store import Experiment
 from trinity_buffer.pipeline.verify.projections import Progress, no_progress, readable_events
 from trinity_buffer.pipeline.verify.segments import bytes_of, sound_family
 from trinity_buffer.store import log, segments
-from trinity_buffer.store.log import NewEvent
 from trinity_buffer.store.rows import position_of
 from trinity_buffer.store.segments import SegmentRow, SegmentStore
 from trinity_buffer.store.transaction import SegmentParts, Transaction
@@ -171,13 +176,13 @@ class _Compaction:
         self._segments += len(keys)
         self._bytes += sum(sum(fact.families.values()) for fact in facts)
 
-    def _delete(self, tx: Transaction, keys: Sequence[bytes], event: log.NewEvent) -> None:
+    def _delete(self, tx: Transaction, keys: Sequence[bytes], event: NewEvent) -> None:
         key = self._experiment.key
         tx.lock(key)
         # Under the lock: of two that compact at once, the second must not name a second file.
         if segments.archived_at(tx, keys):
             raise StoreError("another process has compacted some of these segments: run it again")
-        log.append(tx, key, [(self._actor, event)], now_us=now_us())
+        log.append(tx, key, [(self._actor, event)])
         self._database.segments.delete(tx, keys)
         reached("inside-compact")
 
@@ -288,5 +293,5 @@ def _take_back(
     # Under the lock, as in `_delete`: what another process has restored is there already.
     if len(segments.archived_at(tx, keys)) < len(keys):
         raise StoreError("another process has restored some of these segments: run it again")
-    log.append(tx, experiment, [(actor, event)], now_us=now_us())
+    log.append(tx, experiment, [(actor, event)])
     store.attach(tx, rows)

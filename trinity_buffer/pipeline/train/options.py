@@ -19,12 +19,13 @@ from typing_extensions import override
 from trinity_buffer import errors
 from trinity_buffer.algorithm.arguments import did_you_mean
 from trinity_buffer.algorithm.sample_strategy import SAMPLE_STRATEGY, SampleStrategy
+from trinity_buffer.codec.objects import new_event
 from trinity_buffer.events import ConsumerRegistered, StepsCommitted
 from trinity_buffer.identity import parse_uid
 from trinity_buffer.options import Count, Natural, StepOptions, option_types
 from trinity_buffer.pipeline.annotate.consumer import RECORDED
 from trinity_buffer.pipeline.coordination.waiting import Presence, ReportedWait
-from trinity_buffer.pipeline.handle import ExperimentHandle, fact_at, new_event, now_us
+from trinity_buffer.pipeline.handle import ExperimentHandle, fact_at
 from trinity_buffer.pipeline.train.checkpoint import digest_of, found_again, require_digest
 from trinity_buffer.store import inspection, log, trainer_queries, writer_queries
 from trinity_buffer.store.connection import Database
@@ -266,7 +267,7 @@ async def register(experiment: ExperimentHandle, consumer: str, annotation_set: 
     config = {"strategy": annotation_set}
     event = new_event(ConsumerRegistered(consumer=consumer, kind="trainer", config=config))
     row = await experiment.database.write(
-        writer_queries.registered, experiment.key, consumer, event, clock=now_us
+        writer_queries.registered, experiment.key, consumer, event
     )
     if row.kind != "trainer" or row.config != config:
         raise errors.ConflictingStrategyError(

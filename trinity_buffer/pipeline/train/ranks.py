@@ -16,12 +16,19 @@ from typing import Any
 import anyio
 import torch.distributed
 
+from trinity_buffer.codec.objects import new_event
 from trinity_buffer.errors import InvalidArgumentError, LeaseLostError
-from trinity_buffer.events import RankJoined, RanksAssembled, StepPartDone, StreamEnded, kinds_of
+from trinity_buffer.events import (
+    RankJoined,
+    RanksAssembled,
+    StepPartDone,
+    StreamEnded,
+    kinds_of,
+)
 from trinity_buffer.limits import sizes
 from trinity_buffer.pipeline.coordination import waiting
 from trinity_buffer.pipeline.coordination.lease import LeaseWatch, TrainerLease, is_dead
-from trinity_buffer.pipeline.handle import ExperimentHandle, decoded, new_event, now_us
+from trinity_buffer.pipeline.handle import ExperimentHandle, decoded
 from trinity_buffer.pipeline.train.options import StreamOptions
 from trinity_buffer.store import leases, log
 from trinity_buffer.store.leases import describe_owner
@@ -264,7 +271,7 @@ class RankSession:
             if token is not None:
                 leases.require(tx, self._experiment.key, self._name, token=token)
             key, name = self._experiment.key, self._name
-            return log.append(tx, key, [(name, event)], now_us=now_us())
+            return log.append(tx, key, [(name, event)])
 
         with anyio.CancelScope(shield=True):
             places = await self._database.write(append)

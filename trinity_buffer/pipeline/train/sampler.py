@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from msgspec.structs import replace
 
+from trinity_buffer.codec.objects import new_event
 from trinity_buffer.codec.segments import ANNOTATED
 from trinity_buffer.errors import InvalidArgumentError, TrainingError
 from trinity_buffer.events import (
@@ -32,13 +33,14 @@ from trinity_buffer.events import (
     ExperiencesAnnotated,
     ExperiencesRecorded,
     ExperiencesRejected,
+    NewEvent,
     StepDealt,
 )
 from trinity_buffer.limits import sizes
 from trinity_buffer.pipeline.annotate.consumer import RECORDED
 from trinity_buffer.pipeline.coordination import diagnosis, waiting
 from trinity_buffer.pipeline.coordination.lease import TrainerLease
-from trinity_buffer.pipeline.handle import ExperimentHandle, new_event
+from trinity_buffer.pipeline.handle import ExperimentHandle
 from trinity_buffer.pipeline.load.columns import UNREADABLE, LoadedRows, RowLoader
 from trinity_buffer.pipeline.load.reading import EventCache, contiguous_ranges
 from trinity_buffer.pipeline.manifest import (
@@ -52,7 +54,6 @@ from trinity_buffer.pipeline.manifest import (
 from trinity_buffer.pipeline.train.collate import lacking_of
 from trinity_buffer.pipeline.train.options import Dropped, StreamOptions
 from trinity_buffer.store import trainer_queries
-from trinity_buffer.store.log import NewEvent
 from trinity_buffer.store.rows import StepRow, first_address, position_of, slot_of
 from trinity_buffer.store.trainer_queries import Reader, guest_name
 from trinity_buffer.store.transaction import ReadSession, Session, Transaction

@@ -32,14 +32,19 @@ import torch
 from torch import Tensor
 
 from trinity_buffer.algorithm.layout import BatchLayout, Totals
+from trinity_buffer.codec.objects import new_event
 from trinity_buffer.codec.segments import Column, content_digest, encode_segment
 from trinity_buffer.errors import InvalidArgumentError
-from trinity_buffer.events import MEASURED_ROWS, MEASURED_TOKENS, BatchLeased, StepMeasured
+from trinity_buffer.events import (
+    MEASURED_ROWS,
+    MEASURED_TOKENS,
+    BatchLeased,
+    NewEvent,
+    StepMeasured,
+)
 from trinity_buffer.pipeline.encoding import columns_of
-from trinity_buffer.pipeline.handle import new_event
 from trinity_buffer.pipeline.manifest import rows_by_rank
 from trinity_buffer.pipeline.train.microbatch import MicroBatch
-from trinity_buffer.store.log import NewEvent
 from trinity_buffer.store.segments import SegmentRow, SegmentStore, new_key
 
 _logger = logging.getLogger(__name__)

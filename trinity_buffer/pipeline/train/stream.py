@@ -17,6 +17,7 @@ from anyio.to_thread import run_sync
 from typing_extensions import override
 
 from trinity_buffer.algorithm.arguments import refuse_unknown
+from trinity_buffer.codec.objects import new_event
 from trinity_buffer.errors import InvalidArgumentError, UnknownExperimentError
 from trinity_buffer.events import BatchLeased, PolicyPublished, StepsCommitted, TrainerRewound
 from trinity_buffer.faultpoints import reached
@@ -25,7 +26,7 @@ from trinity_buffer.pipeline.annotate.consumer import RECORDED, StrategyConsumer
 from trinity_buffer.pipeline.background import settle_imports, task_group
 from trinity_buffer.pipeline.coordination import diagnosis, waiting
 from trinity_buffer.pipeline.coordination.lease import TrainerLease, hold_lease
-from trinity_buffer.pipeline.handle import ExperimentHandle, new_event
+from trinity_buffer.pipeline.handle import ExperimentHandle
 from trinity_buffer.pipeline.load.columns import LoadedRows, RowLoader
 from trinity_buffer.pipeline.load.reading import EventCache
 from trinity_buffer.pipeline.manifest import FIRST_LINK, chain, leased_step

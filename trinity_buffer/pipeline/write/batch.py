@@ -23,8 +23,9 @@ from torch import Tensor
 
 from trinity_buffer import errors
 from trinity_buffer.codec.arrays import DTYPES
+from trinity_buffer.codec.objects import new_event
 from trinity_buffer.codec.segments import Column, is_scorable
-from trinity_buffer.events import ExperiencesRecorded
+from trinity_buffer.events import ExperiencesRecorded, NewEvent
 from trinity_buffer.experience import ZERO_OR_ONE, CustomField, Experience
 from trinity_buffer.identity import EID, SCHEMAS, problem_of_key, problem_of_name, problem_of_text
 from trinity_buffer.limits import sizes
@@ -35,9 +36,8 @@ from trinity_buffer.pipeline.encoding import (
     RecordBatch,
     encode_experiences,
 )
-from trinity_buffer.pipeline.handle import new_event
 from trinity_buffer.sampling import SEGMENTS, problem_of_segments
-from trinity_buffer.store.log import NewEvent, Place
+from trinity_buffer.store.log import Place
 from trinity_buffer.store.segments import SegmentRow, SegmentStore, new_key
 from trinity_buffer.writer import WriteReceipt, invalid
 

@@ -9,11 +9,12 @@ from enum import Enum
 from typing import Any
 
 from trinity_buffer import errors
+from trinity_buffer.codec.objects import new_event
 from trinity_buffer.events import BatchPlanned, BatchSealed
 from trinity_buffer.identity import Key, problem_of_key
 from trinity_buffer.options import AdmissionOptions
 from trinity_buffer.pipeline.coordination import diagnosis, waiting
-from trinity_buffer.pipeline.handle import decoded, new_event, now_us
+from trinity_buffer.pipeline.handle import decoded
 from trinity_buffer.store import counts, leases, log, trainer_queries, writer_queries
 from trinity_buffer.store import rows as store_rows
 from trinity_buffer.store.leases import PresenceRow
@@ -438,5 +439,5 @@ def seal(
             "missing(batch) names the planned runs that are not stored"
         )
     event = new_event(BatchSealed(batch=batch, expected=held))
-    log.append(tx, experiment, [(actor, event)], now_us=now_us())
+    log.append(tx, experiment, [(actor, event)])
     return held

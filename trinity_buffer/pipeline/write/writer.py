@@ -18,13 +18,13 @@ import anyio
 from typing_extensions import override
 
 from trinity_buffer import errors
+from trinity_buffer.codec.objects import new_event
 from trinity_buffer.events import BatchPlanned
 from trinity_buffer.experience import Experience
 from trinity_buffer.faultpoints import reached
 from trinity_buffer.identity import Key, freeze
 from trinity_buffer.limits import sizes
 from trinity_buffer.pipeline.coordination import diagnosis, waiting
-from trinity_buffer.pipeline.handle import new_event, now_us
 from trinity_buffer.pipeline.write import planning
 from trinity_buffer.pipeline.write.batch import (
     OnInvalid,
@@ -206,7 +206,7 @@ class GroupCommit:
             if last is None:
                 raise _BatchSealedError
             events = [(write.calls[0].actor, event) for write in mine for event in write.events]
-            places = log.append(tx, experiment, events, now_us=now_us(), last=last)
+            places = log.append(tx, experiment, events, last=last)
             ends += [places[end - 1] for end in accumulate(len(write.events) for write in mine)]
         reached("inside-append")
         # Heartbeats that are due go along, which saves them a transaction of their own.
@@ -403,7 +403,7 @@ class SQLWriter(BufferWriter):
             tx.lock(experiment)
             check = planning.check_admission(tx, experiment, actor, wanted, own)
             if check.answer is planning.Answer.PLAN:
-                log.append(tx, experiment, [(actor, event)], now_us=now_us())
+                log.append(tx, experiment, [(actor, event)])
                 # In the plan's transaction: bounds ignore batches of explorers without a heartbeat.
                 leases.record_presence(tx, experiment, self._presence.first())
             return check
