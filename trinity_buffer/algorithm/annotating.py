@@ -78,7 +78,7 @@ class LastStepScores(group_scores.DeviationOptions):
             exps: the last step of each run.
             std: what divides, in place of the deviation of their rewards.
         """
-        rewards = group_scores.as_rewards([reward_of(e) for e in exps.values()])
+        rewards = np.array([reward_of(e) for e in exps.values()])
         mean, own = self.moments(rewards)
         scores = self.normalized(rewards, mean, own if std is None else np.asarray(std))
         metrics = {"reward_mean": float(mean), "reward_std": float(own)}
@@ -117,7 +117,7 @@ def rank_penalized(
     """
     if num_runs(exps, over) == 1:
         return rewards
-    likelihoods = group_scores.as_rewards([likelihood_of(e) for e in exps])
+    likelihoods = np.array([likelihood_of(e) for e in exps])
     runs = runs_of(exps, over)
     # Ranked by run: the rows of one run must not compete with each other.
     ranks = group_scores.likelihood_ranks(group_scores.run_means(likelihoods, runs))

@@ -22,7 +22,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import partial
 from itertools import takewhile
-from typing import Any, ClassVar, Literal, Protocol
+from typing import Any, ClassVar, Literal, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -43,11 +43,6 @@ RELATIVE_FLOOR = 1e-7
 
 About float32's resolution (1.2e-7), since rewards often come out of a float32 model.
 """
-
-
-def as_rewards(rewards: Sequence[float] | Rewards) -> Rewards:
-    """Return ``rewards`` as float64, shape ``(G,)``."""
-    return np.asarray(rewards, dtype=np.float64)
 
 
 def by_run(rewards: Rewards, runs: Runs | None) -> tuple[Rewards, Rewards | None]:
@@ -89,44 +84,42 @@ def first_rows(runs: Runs) -> Runs:
     return first
 
 
-def size_of(rewards: Rewards, weights: Rewards | None = None) -> int:
-    """Return how many runs each group of ``rewards`` ``(..., G)`` has: all of them as many."""
-    if weights is None:
-        return int(rewards.shape[-1])
-    return round(float(weights.reshape(-1, rewards.shape[-1])[0].sum()))
+class Statistics(NamedTuple):
+    """Of groups ``(..., G)`` of one size: how many runs each has, its mean and variance ``(...)``."""
+
+    size: int
+    mean: Rewards
+    variance: Rewards
 
 
-def means(rewards: Rewards, weights: Rewards | None = None) -> Rewards:
-    """Return the mean over the runs of each group of ``rewards`` ``(..., G)``, shape ``(...)``."""
-    if weights is None:
-        return np.asarray(rewards.mean(axis=-1))
-    return np.asarray((weights * rewards).sum(axis=-1) / size_of(rewards, weights))
-
-
-def variance(
+def statistics(
     rewards: Sequence[float] | Rewards,
     weights: Rewards | None = None,
     *,
     ddof: int = 0,
     std_floor: float = RELATIVE_FLOOR,
-) -> Rewards:
-    """Return the variance of each group of ``rewards`` ``(..., G)``, with divisor ``n - ddof``.
+) -> Statistics:
+    """Return what there is to know of each group of ``rewards`` ``(..., G)``, all of one size.
 
-    It is 0 if its root is at most ``std_floor`` times the largest absolute reward.
-    A group that is no larger than ``ddof`` has variance 0.
+    The variance has the divisor ``n - ddof``. It is 0 if its root is at most ``std_floor`` times
+    the largest absolute reward, and of a group that is no larger than ``ddof``.
     """
-    values = as_rewards(rewards)
-    size = size_of(values, weights)
+    values = np.asarray(rewards, np.float64)
+    if weights is None:
+        size, mean = values.shape[-1], np.asarray(values.mean(axis=-1))
+    else:
+        size = round(float(weights.reshape(-1, values.shape[-1])[0].sum()))
+        mean = np.asarray((weights * values).sum(axis=-1) / size)
     if size <= max(ddof, 0):
-        return np.zeros(values.shape[:-1])
+        return Statistics(size, mean, np.zeros_like(mean))
     if weights is None:
         spread = np.var(values, axis=-1, ddof=ddof)
     else:
-        centred = values - means(values, weights)[..., np.newaxis]
+        centred = values - mean[..., np.newaxis]
         spread = (weights * centred * centred).sum(axis=-1) / (size - ddof)
     # Relative to the rewards: an absolute floor would be wrong for rewards of 1e-3 and of 1e3.
     negligible = std_floor * np.abs(values).max(axis=-1)
-    return np.where(spread <= negligible * negligible, 0.0, spread)
+    return Statistics(size, mean, np.where(spread <= negligible * negligible, 0.0, spread))
 
 
 def scaled(centred: Rewards, std: float | Rewards, epsilon: float) -> Rewards:
@@ -138,24 +131,6 @@ def scaled(centred: Rewards, std: float | Rewards, epsilon: float) -> Rewards:
     divisor = np.where(np.equal(std, 0.0), 0.0, std + epsilon)
     # Divided only where it is defined: np.where would still compute 0 / 0, and warn.
     return np.divide(centred, divisor, out=np.zeros_like(centred), where=divisor != 0.0)
-
-
-def moments(
-    rewards: Sequence[float] | Rewards,
-    weights: Rewards | None = None,
-    *,
-    ddof: int = 1,
-    std_floor: float = RELATIVE_FLOOR,
-) -> tuple[Rewards, Rewards]:
-    """Return mean and deviation of each group of ``rewards`` ``(..., G)``, two of shape ``(...)``.
-
-    They are 0 and 1 for groups of one, as in the reference.
-    """
-    values = as_rewards(rewards)
-    if size_of(values, weights) == 1:
-        return np.zeros(values.shape[:-1]), np.ones(values.shape[:-1])
-    spread = variance(values, weights, ddof=ddof, std_floor=std_floor)
-    return means(values, weights), np.sqrt(spread)
 
 
 def baseline(
@@ -172,13 +147,13 @@ def baseline(
     Raises:
         InvalidArgumentError: another ``kind``.
     """
-    values = as_rewards(rewards)
-    size = size_of(values, weights)
+    values = np.asarray(rewards, np.float64)
+    size, mean, _ = statistics(values, weights)
     if size == 1:
-        return np.zeros(values.shape[:-1])
+        return np.zeros_like(mean)
     check_baseline(kind, tau)
     if kind == "mean":
-        return means(values, weights)
+        return mean
     # Weights enter as logarithms: they are added inside the sum of exponentials.
     exponents = values / tau if weights is None else values / tau + np.log(weights)
     # logaddexp is stable where exp(r / tau) would overflow.
@@ -205,8 +180,43 @@ def check_scale(epsilon: float, std_floor: float) -> None:
     require(std_floor >= 0, "std_floor", std_floor, "not be negative")
 
 
+class Deviation:
+    """Scores by the deviation of a group, for a class that says which.
+
+    Attributes:
+        epsilon, ddof, std_floor, single_member: see `DeviationOptions`.
+    """
+
+    epsilon: float
+    ddof: int
+    std_floor: float
+    single_member: SingleMember = "raw"
+
+    def moments(
+        self, rewards: Sequence[float] | Rewards, weights: Rewards | None = None
+    ) -> tuple[Rewards, Rewards]:
+        """Return mean and deviation of each group of ``rewards`` ``(..., G)``, of shape ``(...)``.
+
+        They are 0 and 1 for groups of one, as in the reference.
+        """
+        size, mean, variance = statistics(
+            rewards, weights, ddof=self.ddof, std_floor=self.std_floor
+        )
+        if size == 1:
+            return np.zeros_like(mean), np.ones_like(mean)
+        return mean, np.sqrt(variance)
+
+    def normalized(
+        self, rewards: Rewards, mean: Rewards, std: Rewards, weights: Rewards | None = None
+    ) -> Rewards:
+        """Return ``(r - mean) / (std + epsilon)`` (arXiv:2402.03300, section 4.1.2)."""
+        if self.single_member == "zero" and statistics(rewards, weights).size == 1:
+            return np.zeros_like(rewards)
+        return scaled(rewards - mean[..., np.newaxis], std[..., np.newaxis], self.epsilon)
+
+
 @configured
-class DeviationOptions:
+class DeviationOptions(Deviation):
     """The options of a deviation, for a class that takes them beside arguments of its own.
 
     Args:
@@ -224,20 +234,6 @@ class DeviationOptions:
 
     def __post_init__(self) -> None:
         check_scale(self.epsilon, self.std_floor)
-
-    def moments(
-        self, rewards: Sequence[float] | Rewards, weights: Rewards | None = None
-    ) -> tuple[Rewards, Rewards]:
-        """Return the `moments` of each group of ``rewards`` ``(..., G)`` with these options."""
-        return moments(rewards, weights, ddof=self.ddof, std_floor=self.std_floor)
-
-    def normalized(
-        self, rewards: Rewards, mean: Rewards, std: Rewards, weights: Rewards | None = None
-    ) -> Rewards:
-        """Return ``(r - mean) / (std + epsilon)`` (arXiv:2402.03300, section 4.1.2)."""
-        if size_of(rewards, weights) == 1 and self.single_member == "zero":
-            return np.zeros_like(rewards)
-        return scaled(rewards - mean[..., np.newaxis], std[..., np.newaxis], self.epsilon)
 
 
 class NormalizedScores(DeviationOptions):
@@ -265,7 +261,7 @@ class CountsOver:
 def likelihood_ranks(likelihoods: Sequence[float] | Rewards) -> Rewards:
     """Return each rank / n, the most likely member highest, the earlier of equals lower."""
     # Stable, so that equal likelihoods rank alike on every machine.
-    order = np.argsort(as_rewards(likelihoods), kind="stable")
+    order = np.argsort(np.asarray(likelihoods, np.float64), kind="stable")
     ranks = np.empty(len(order), dtype=np.float64)
     ranks[order] = np.arange(len(order))
     return ranks / max(len(order), 1)

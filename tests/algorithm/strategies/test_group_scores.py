@@ -43,7 +43,7 @@ def test_seven_equal_rewards_are_equal_whatever_their_binary_form(
     value: float, epsilon: float
 ) -> None:
     assert not scores([value] * 7, epsilon=epsilon).any()
-    assert group_scores.variance([value] * 7) == 0.0
+    assert group_scores.statistics([value] * 7).variance == 0.0
 
 
 def test_without_a_floor_equal_rewards_are_divided_by_rounding_noise() -> None:
@@ -53,8 +53,8 @@ def test_without_a_floor_equal_rewards_are_divided_by_rounding_noise() -> None:
 
 
 def test_the_floor_is_relative_small_differences_of_small_rewards_count() -> None:
-    assert group_scores.variance([1e-9, 2e-9]) > 0
-    assert group_scores.variance([1.0, 1.0 + 1e-9]) == 0.0
+    assert group_scores.statistics([1e-9, 2e-9]).variance > 0
+    assert group_scores.statistics([1.0, 1.0 + 1e-9]).variance == 0.0
 
 
 def test_a_group_of_one_scores_its_reward_or_nothing() -> None:

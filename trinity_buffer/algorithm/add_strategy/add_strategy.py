@@ -223,7 +223,7 @@ class RewardStrategy(group_scores.CountsOver, GroupAdvantageStrategy):
 
     def rewards_of(self, exps: Sequence[Experience]) -> Rewards:
         """Return the rewards that enter the statistics, shape ``(G,)``."""
-        return group_scores.as_rewards([annotating.reward_of(e) for e in exps])
+        return np.array([annotating.reward_of(e) for e in exps])
 
     @override
     def calculate_group_advantage(
@@ -269,7 +269,7 @@ class RewardFilter(group_scores.CountsOver, AddStrategy):
         groups = list(group_by(self.usable(experiences), "task").values())
         chosen, metrics = list[list[Experience]](), dict[str, Any]()
         for group in groups:
-            rewards = group_scores.as_rewards([annotating.reward_of(e) for e in group])
+            rewards = np.array([annotating.reward_of(e) for e in group])
             size, runs = np.array([len(group)]), annotating.runs_of(group, self.over)
             scored = group_scores.scored_rows(self.score_groups, self.over, rewards, size, runs)
             verdicts = (each.tolist() for each in scored.verdicts(len(group)))
@@ -313,7 +313,7 @@ class GRPOAddStrategy(group_scores.NormalizedScores, RewardStrategy):
         if self.std_threshold is None:
             return scored
         # A group of one deviates by the made-up 1 of the reference.
-        alone = group_scores.size_of(rewards, weights) == 1
+        alone = group_scores.statistics(rewards, weights).size == 1
         too_alike = (scored.metrics["reward_std"] <= self.std_threshold) | alone
         stays = np.broadcast_to(~too_alike[:, np.newaxis], rewards.shape)
         return replace(scored, kept=stays)
@@ -372,9 +372,8 @@ class RewardVarianceAddStrategy(RewardFilter):
     @override
     def score_groups(self, rewards: Rewards, weights: Rewards | None = None) -> ScoredGroups:
         """Return which groups are kept, and what the others lack."""
-        spread = group_scores.variance(rewards, weights, std_floor=self.std_floor)
-        several = group_scores.size_of(rewards, weights) > 1
-        stays = (spread > self.variance_threshold) & several
+        size, _, spread = group_scores.statistics(rewards, weights, std_floor=self.std_floor)
+        stays = (spread > self.variance_threshold) & (size > 1)
         reasons = np.where(spread > 0, "filtered", "zero_variance").astype(object)[:, np.newaxis]
         metrics = {"kept_groups": stays.astype(float), "filtered_groups": (~stays).astype(float)}
         rows = np.broadcast_to(stays[:, np.newaxis], rewards.shape)

@@ -83,9 +83,7 @@ class OutcomeGateAddStrategy(CountsOver, add_strategy.AddStrategy):
         """Return why ``group`` is left out, or None."""
         metrics = [self._metric(e) for e in group]
         outcomes = [reward_of(e) if m is None else m for e, m in zip(group, metrics, strict=True)]
-        of_runs = group_scores.run_means(
-            group_scores.as_rewards(outcomes), runs_of(group, self.over)
-        )
+        of_runs = group_scores.run_means(np.array(outcomes, np.float64), runs_of(group, self.over))
         correct = int((of_runs > self.correct_threshold).sum())
         if correct < self.min_correct:
             return "all_wrong"

@@ -27,10 +27,9 @@ from trinity_buffer.algorithm.group_scores import (
     RewardScorer,
     ScoredGroups,
     WholeUnits,
-    as_rewards,
     inherits,
-    means,
     scored_rows,
+    statistics,
 )
 from trinity_buffer.experience import Experience, group_by
 
@@ -176,7 +175,7 @@ class RewardAdvantage(GroupAdvantage):
         self, group_id: str, exps: list[Experience]
     ) -> tuple[list[Experience], dict[str, Any]]:
         """Score one group."""
-        rewards = as_rewards([annotating.reward_of(e) for e in exps])
+        rewards = np.array([annotating.reward_of(e) for e in exps])
         return annotating.annotate_group(exps, rewards, self.score_groups, self.over)
 
 
@@ -184,7 +183,7 @@ def less_baseline(
     rewards: Rewards, baselines: Rewards, weights: Rewards | None = None
 ) -> ScoredGroups:
     """Return the distance of ``rewards`` ``[k, G]`` from the baseline of each group ``[k]``."""
-    metrics = {"group_baseline": baselines, "reward_mean": means(rewards, weights)}
+    metrics = {"group_baseline": baselines, "reward_mean": statistics(rewards, weights).mean}
     return ScoredGroups(scores=rewards - baselines[:, np.newaxis], metrics=metrics)
 
 
@@ -265,7 +264,7 @@ class GroupScoredAdvantage(CountsOver, TrainerAdvantage):
         order = [row for members in groups for row in members]
         # One transfer from the device: groups are few and small, and scored by the same functions
         # as lists of experiences.
-        rewards = as_rewards(sums.tolist())[order]
+        rewards = np.array(sums.tolist(), np.float64)[order]
         names = rows.runs() if self.over == "runs" else None
         runs = None if names is None else np.array(names, np.int64)[order]
         sizes = np.array([len(members) for members in groups], np.int64)

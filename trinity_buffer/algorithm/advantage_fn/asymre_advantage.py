@@ -6,7 +6,7 @@ import numpy as np
 
 from trinity_buffer.algorithm.advantage_fn import advantage_fn
 from trinity_buffer.algorithm.arguments import configured
-from trinity_buffer.algorithm.group_scores import Rewards, ScoredGroups, means, size_of
+from trinity_buffer.algorithm.group_scores import Rewards, ScoredGroups, statistics
 
 
 @configured
@@ -21,9 +21,8 @@ class _ShiftedMean(advantage_fn.AdvantageFn):
 
     def score_groups(self, rewards: Rewards, weights: Rewards | None = None) -> ScoredGroups:
         """Return the distance from the shifted mean; from 0 for a group of one (the reference)."""
-        mean = means(rewards, weights)
-        alone = size_of(rewards, weights) == 1
-        shifted = np.zeros_like(mean) if alone else mean + self.baseline_shift
+        size, mean, _ = statistics(rewards, weights)
+        shifted = np.zeros_like(mean) if size == 1 else mean + self.baseline_shift
         return advantage_fn.less_baseline(rewards, shifted, weights)
 
 

@@ -24,7 +24,7 @@ Scores = dict[int, float]
 
 @ADVANTAGE_FN.register_module("gigpo")
 @configured
-class GiGPOAdvantageFn(PipelineAdvantage):
+class GiGPOAdvantageFn(group_scores.Deviation, PipelineAdvantage):
     """``A = A_episode + omega A_step`` on every action token of a step.
 
     ``A_episode`` compares the rewards of the runs of a task; ``A_step`` compares the discounted
@@ -164,10 +164,9 @@ class GiGPOAdvantageFn(PipelineAdvantage):
 
     def _compared(self, values: Sequence[float]) -> tuple[list[float], float, float]:
         """Return how each of ``values`` differs from their mean, the mean and the divisor."""
-        of_values = group_scores.moments(values, ddof=self.ddof, std_floor=self.std_floor)
-        mean, std = map(float, of_values)
+        mean, std = map(float, self.moments(values))
         divisor = std if self.fnorm == "std" else 1.0
-        centred = group_scores.as_rewards(values) - mean
+        centred = np.asarray(values, np.float64) - mean
         return group_scores.scaled(centred, divisor, self.epsilon).tolist(), mean, divisor
 
 

@@ -82,7 +82,7 @@ class GRPOGroupedAdvantage(group_scores.DeviationOptions, advantage_fn.GroupAdva
         values, weights = group_scores.by_run(compared, annotating.runs_of(exps, self.over))
         mean, std = map(float, self.moments(values, weights))
         metrics = {"reward_mean": mean, "reward_std": std}
-        alone = group_scores.size_of(values, weights) == 1
+        alone = group_scores.statistics(values, weights).size == 1
         if self.std_threshold is not None and (alone or std <= self.std_threshold):
             return [], metrics
         scored = raw if self.rank_scores == "raw" else compared
@@ -121,7 +121,7 @@ class GRPOGroupedAdvantage(group_scores.DeviationOptions, advantage_fn.GroupAdva
 
     def _rewards(self, exps: Group) -> tuple[Rewards, Rewards]:
         """Return the raw rewards, and those that enter mean and deviation."""
-        raw = group_scores.as_rewards([annotating.reward_of(e) for e in exps])
+        raw = np.array([annotating.reward_of(e) for e in exps])
         if self.rank_penalty is None:
             return raw, raw
         return raw, annotating.rank_penalized(exps, raw, self.rank_penalty, self.over)

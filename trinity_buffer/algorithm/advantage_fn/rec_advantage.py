@@ -20,7 +20,7 @@ from trinity_buffer.experience import Experience
 
 @ADVANTAGE_FN.register_module("rec")
 @configured
-class RECGroupedAdvantage(GroupAdvantage):
+class RECGroupedAdvantage(group_scores.Deviation, GroupAdvantage):
     """``reward - mean``; on request divided by the deviation, or balanced.
 
     Args:
@@ -35,6 +35,7 @@ class RECGroupedAdvantage(GroupAdvantage):
     """
 
     reference_args = {"std_floor": 0.0, "over": "rows"}
+    ddof = 0
 
     epsilon: float = 1e-6
     std_normalize: bool = False
@@ -53,7 +54,7 @@ class RECGroupedAdvantage(GroupAdvantage):
 
     def score_groups(self, rewards: Rewards, weights: Rewards | None = None) -> ScoredGroups:
         """Return the scores of groups of which no run is dropped."""
-        mean, std = group_scores.moments(rewards, weights, ddof=0, std_floor=self.std_floor)
+        mean, std = self.moments(rewards, weights)
         scores = rewards - mean[:, np.newaxis]
         if self.std_normalize:
             scores = group_scores.scaled(scores, std[:, np.newaxis], self.epsilon)
@@ -65,7 +66,7 @@ class RECGroupedAdvantage(GroupAdvantage):
         self, group_id: str, exps: list[Experience]
     ) -> tuple[list[Experience], dict[str, Any]]:
         """Score one group; members that are dropped are returned, with advantage 0."""
-        rewards = group_scores.as_rewards([reward_of(e) for e in exps])
+        rewards = np.array([reward_of(e) for e in exps])
         runs = runs_of(exps, self.over)
         stay = self._staying(group_id, group_scores.run_means(rewards, runs))
         counts = stay if runs is None else stay[runs]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing_extensions import override
 
 from trinity_buffer.algorithm.advantage_fn.advantage_fn import ADVANTAGE_FN, RewardAdvantage
-from trinity_buffer.algorithm.group_scores import Rewards, ScoredGroups, means
+from trinity_buffer.algorithm.group_scores import Rewards, ScoredGroups, statistics
 
 
 @ADVANTAGE_FN.register_module("reinforce")
@@ -17,4 +17,5 @@ class REINFORCEGroupAdvantage(RewardAdvantage):
     @override
     def score_groups(self, rewards: Rewards, weights: Rewards | None = None) -> ScoredGroups:
         """Return the rewards."""
-        return ScoredGroups(scores=rewards, metrics={"reward_mean": means(rewards, weights)})
+        mean = statistics(rewards, weights).mean
+        return ScoredGroups(scores=rewards, metrics={"reward_mean": mean})

@@ -6,7 +6,7 @@ import numpy as np
 from typing_extensions import override
 
 from trinity_buffer.algorithm.advantage_fn.advantage_fn import ADVANTAGE_FN, GroupScoredAdvantage
-from trinity_buffer.algorithm.group_scores import Rewards, ScoredGroups, means, size_of
+from trinity_buffer.algorithm.group_scores import Rewards, ScoredGroups, statistics
 
 
 @ADVANTAGE_FN.register_module("rloo")
@@ -16,6 +16,6 @@ class RLOOAdvantageFn(GroupScoredAdvantage):
     @override
     def score_groups(self, rewards: Rewards, weights: Rewards | None = None) -> ScoredGroups:
         """Return the distance of each run from the mean of the others."""
-        size = size_of(rewards, weights)
-        centred = rewards - means(rewards, weights)[:, np.newaxis]
+        size, mean, _ = statistics(rewards, weights)
+        centred = rewards - mean[:, np.newaxis]
         return ScoredGroups(scores=rewards if size == 1 else centred * (size / (size - 1)))
