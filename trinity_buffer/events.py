@@ -23,6 +23,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cache
 from typing import Any, TypeAlias, get_args
 
 from msgspec import Struct, field, structs
@@ -144,7 +145,7 @@ class ExperiencesRecorded(EventBody, frozen=True, kw_only=True):
     @property
     def rows(self) -> int:
         """How many experiences there are."""
-        return len(self.columns)
+        return len(self.columns.batch)
 
 
 class BatchSealed(EventBody, frozen=True, kw_only=True):
@@ -582,6 +583,7 @@ def kind_of(fact: Fact) -> str:
     return fact.kind if isinstance(fact, UnknownEvent) else type(fact).__name__
 
 
+@cache
 def kinds_of(facts: Any) -> tuple[str, ...]:
     """Return how the log names the kinds of a class, or of a union such as ``A | B``."""
     return tuple(each.__name__ for each in get_args(facts) or (facts,))

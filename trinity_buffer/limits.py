@@ -6,12 +6,9 @@ They are read when they are needed, never copied, so `resized` reaches every loo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TypeVar
-
-T = TypeVar("T")
 
 _MIB = 1024 * 1024
 
@@ -123,27 +120,3 @@ def resized(**changed: int) -> Iterator[Sizes]:
     finally:
         for name, size in before.items():
             setattr(sizes, name, size)
-
-
-def by_size(
-    items: Iterable[T],
-    size_of: Callable[[T], int],
-    most: int,
-    apart: Callable[[list[T], T], bool] = lambda _group, _item: False,
-) -> Iterator[list[T]]:
-    """Yield items in groups of a size of up to ``most``; one that is larger goes alone.
-
-    Args:
-        apart: whether an item begins a new group, whatever the size of the one before it.
-    """
-    group: list[T] = []
-    total = 0
-    for item in items:
-        size = size_of(item)
-        if group and (total + size > most or apart(group, item)):
-            yield group
-            group, total = [], 0
-        group.append(item)
-        total += size
-    if group:
-        yield group

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any, ClassVar
 
 import pytest
@@ -125,14 +126,20 @@ async def test_an_unplanned_task_of_a_planned_batch_closes_no_other_group(store_
         writer = experiment.writer("e0")
         await writer.plan("b", [0, 1], 2)
         consumer = StrategyConsumer(experiment, Watcher, name="all", speaks=False)  # no lease
+
+        async def advance() -> None:
+            page = partial(consumer._read_page, live=False)
+            for units in (await experiment.database.session(page))[-1]:
+                await consumer._decide(units)
+
         await writer.write([rollout(task=0)])
         await consumer.run()
         await writer.write([rollout(task=1)])
-        await consumer._advance()
+        await advance()
         await writer.write([rollout(task="stray", run=run) for run in range(2)])
-        await consumer._advance()
+        await advance()
         await writer.write([rollout(task=0, run=1), rollout(task=1, run=1)])
-        await consumer._advance()
+        await advance()
         assert await reasons(experiment, "all") == {}
         assert sorted(uids for _, uids in Watcher.seen) == [
             ["b/0/0/0/", "b/0/1/0/"],

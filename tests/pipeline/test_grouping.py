@@ -237,7 +237,7 @@ def test_what_comes_for_a_decided_group_is_late(unit: Literal["group", "batch"])
     if unit == "batch":
         it.record(row(task=1), 0)
     it.take_ready(0)
-    it.mark_decided([("b", "0")])
+    it.mark_decided(("b", "0"))
     late = row(task=0, run=5)
     it.record(late, 0)
     it.record(row(task=0, run=6, refused="invalid"), 0)
@@ -247,7 +247,7 @@ def test_what_comes_for_a_decided_group_is_late(unit: Literal["group", "batch"])
 
 def test_a_batch_is_decided_as_a_whole() -> None:
     it = grouping("batch", rollouts_per_group=1)
-    it.mark_decided([("b", "0")])
+    it.mark_decided(("b", "0"))
     other = row(task=1)
     it.record(other, 0)
     it.seal("b")
@@ -293,11 +293,11 @@ def test_groups_without_members_that_were_ready_are_not_ready_again(
     it.apply_plan(planned(tasks=[0, 1, 2], runs=1), sealed=False)
     it.group(("b", "0")).runs.add(0)  # refused
     if unit == "batch":
-        it.mark_empty_groups(["b"])
+        it.mark_empty_groups("b")
         it.seal("b")
         assert keys(it.take_ready(0)) == [["b/0", "b/1", "b/2"]], "it was not ready before"
         return
-    it.mark_empty_groups(["b"])
+    it.mark_empty_groups("b")
     it.record(row(task=1), 0)
     assert keys(it.take_ready(0)) == [["b/1"]]
     it.seal("b")
@@ -353,7 +353,8 @@ class GroupingMachine(RuleBasedStateMachine):
         if str(batch) in self.sealed:
             return  # refused at the door
         # The consumer asks for what the grouping has forgotten.
-        self.it.mark_decided(key for key in self.decided if key not in self.it.groups)
+        for key in self.decided - self.it.groups.keys():
+            self.it.mark_decided(key)
         found = row(batch, task, run, refused=refused)
         self.begun.add(str(batch))
         self.it.record(found, self.now)

@@ -17,7 +17,7 @@ from trinity_buffer.errors import LeaseHeldError
 from trinity_buffer.pipeline.coordination import lease
 from trinity_buffer.pipeline.coordination.lease import TrainerLease, hold_lease
 from trinity_buffer.pipeline.coordination.waiting import has_ended
-from trinity_buffer.store.leases import describe_owner
+from trinity_buffer.store.leases import describe_owner, holder
 
 HOUR_US = 3_600_000_000
 HOURS_AHEAD, HOURS_BEHIND = 5 * HOUR_US, -5 * HOUR_US
@@ -75,7 +75,7 @@ async def test_a_holder_whose_lease_another_took_and_gave_back_holds_it_again(
         experiment = await store.experiment("run", config={})
         async with hold_lease(store.database, experiment.key, "trainer", ttl_s=1) as held:
             other = TrainerLease(store.database, experiment.key, "trainer", ttl_s=30)
-            seen = await other.holder()
+            seen = await other.database.read(holder, other.experiment, other.consumer)
             assert await store.database.write(other.take, seen)
             await other.release()
             with anyio.fail_after(10):

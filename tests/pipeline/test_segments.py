@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from trinity_buffer.limits import by_size
+from trinity_buffer.pipeline.handle import by_size
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from typing_extensions import override
 
 from tests.conftest import Resize
 from tests.contract.making import assert_conserved, group, opened, rollout
-from tests.handles import Experiment, ReadSession, Transaction
+from tests.handles import Experiment, ReadSession
 from tests.pipeline import deciding
 from tests.pipeline.test_waits import spoken
 from tests.pipeline.watching import Killed, Watcher, killed_at
@@ -30,11 +30,9 @@ from trinity_buffer.experience import Experience
 from trinity_buffer.inspector import compare_sets, leases
 from trinity_buffer.inspector.source import now
 from trinity_buffer.pipeline.annotate.grouping import UnitReader
-from trinity_buffer.pipeline.background import task_group
 from trinity_buffer.pipeline.coordination.lease import StrategyLease
-from trinity_buffer.pipeline.coordination.waiting import is_paused, start_of
+from trinity_buffer.pipeline.coordination.waiting import is_paused, start_of, task_group
 from trinity_buffer.store import leases as store_leases
-from trinity_buffer.store.rows import ConsumerRow
 
 NAME = deciding.NAME
 OTHER = os.getppid()
@@ -60,12 +58,7 @@ async def held_by(experiment: Experiment, who: str) -> None:
 
 async def let_go(experiment: Experiment, who: str) -> None:
     """Let ``who`` give it back, and tell."""
-
-    def give(tx: Transaction) -> None:
-        store_leases.release(tx, experiment.key, NAME, owner=who)
-        tx.announce()
-
-    await experiment.database.write(give)
+    await experiment.database.write(store_leases.release, experiment.key, NAME, owner=who)
 
 
 async def holder(experiment: Experiment) -> str:
@@ -256,8 +249,8 @@ async def test_a_run_that_ends_with_what_is_stored_waits_until_the_other_has_dec
 ) -> None:
     ended, left, usual = list[int](), list[bool](), UnitReader.is_left
 
-    async def noted(self: UnitReader, row: ConsumerRow, up_to: int) -> bool:
-        left.append(await usual(self, row, up_to))
+    async def noted(self: UnitReader, up_to: int) -> bool:
+        left.append(await usual(self, up_to))
         return left[-1]
 
     async def once() -> None:

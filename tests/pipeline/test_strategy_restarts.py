@@ -135,14 +135,14 @@ async def test_what_was_decided_is_known_where_the_server_was_away_while_it_was_
         await writer.write([rollout(task=0)])
         await run_strategy(experiment, Watcher, name="all")
         await writer.write([rollout(task=0, run=7), rollout(task=1)])
-        read, away = writer_queries.decided_groups, [StoreUnavailableError("it is away")]
+        read, away = writer_queries.settled, [StoreUnavailableError("it is away")]
 
-        def decided_groups(*args: Any, **kwargs: Any) -> set[tuple[str, str]]:
+        def settled(*args: Any, **kwargs: Any) -> Any:
             if away:
                 raise away.pop()
             return read(*args, **kwargs)
 
-        monkeypatch.setattr(writer_queries, "decided_groups", decided_groups)
+        monkeypatch.setattr(writer_queries, "settled", settled)
         report = await run_strategy(experiment, Watcher, name="all")
         assert (report.annotated, report.rejected, report.waiting, away) == (1, 1, 0, [])
         assert await reasons(experiment, "all") == {"b/0/7": "late"}

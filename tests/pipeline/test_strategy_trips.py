@@ -29,7 +29,7 @@ async def test_a_group_is_read_and_decided_on_one_trip(
         assert report.annotated == 2
         assert trips == [
             *(False, False, True),  # it is registered; nobody else decides, so it does
-            *(False, False),  # to find where it left off
+            False,  # to find where it left off
             *(True, True),  # a group, then nothing
             True,  # it gives the lease back
         ]

@@ -34,7 +34,7 @@ FAULTS = [
     Fault(
         "a strategy passes over what lies beyond its page of events",
         "pipeline/annotate/grouping.py",
-        "page[-1].position if len(page) == limit else head",
+        "page[-1].position if self.behind else head",
         "head",
         "tests/pipeline/test_sizes.py::test_a_run_of_small_pages_comes_to_the_same",
     ),

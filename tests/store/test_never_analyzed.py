@@ -44,10 +44,9 @@ QUESTIONS: dict[str, Callable[[Transaction], Any]] = {
     "which are stored": lambda tx: writer_queries.stored(
         tx, 1, [EID("b", task, 0) for task in SOME]
     ),
-    "which groups are decided": lambda tx: writer_queries.decided_groups(
-        tx, 1, "grpo", GROUPS, cursor=ROWS
+    "which groups are settled": lambda tx: writer_queries.settled(
+        tx, 1, "grpo", GROUPS, cursor=ROWS, seen=ROWS
     ),
-    "which runs are refused": lambda tx: writer_queries.refused_runs(tx, 1, GROUPS, cursor=ROWS),
     "which runs a batch has": lambda tx: writer_queries.runs_of(tx, 1, "b"),
     "what groups hold": lambda tx: inspection.members(tx, 1, GROUPS),
     "which groups are the newest": lambda tx: inspection.newest_groups(tx, 1, TASKS, END),

@@ -56,7 +56,7 @@ ASKED_FOR_EACH_BATCH: dict[str, Callable[[Transaction], Any]] = {
     "runs_of": lambda tx: writer_queries.runs_of(tx, 1, "b"),
     "sealed_among": lambda tx: writer_queries.sealed_among(tx, 1, ["b"]),
     "stored": lambda tx: writer_queries.stored(tx, 1, [EID("b", "t", 0)]),
-    "decided_groups": lambda tx: writer_queries.decided_groups(tx, 1, "s", [("b", "t")], cursor=9),
+    "settled": lambda tx: writer_queries.settled(tx, 1, "s", [("b", "t")], cursor=9, seen=9),
     "members": lambda tx: inspection.members(tx, 1, [("b", "t"), ("c", "t")]),
     "annotation_rows": lambda tx: inspection.annotation_rows(tx, 1, [1 << 20, 2 << 20]),
     "deliveries": lambda tx: inspection.deliveries(tx, 1, ["t"], [1 << 20, 2 << 20]),
@@ -96,7 +96,6 @@ ASKED_FOR_EACH_BATCH: dict[str, Callable[[Transaction], Any]] = {
     "counted rollouts": lambda tx: counts.of_plans(tx, 1, {}),
     "a trainer's numbers": lambda tx: counts.of_trainer(tx, 1, TRAINER, {}),
     "older groups": lambda tx: inspection.newest_groups(tx, 1, 9, before=9),
-    "refused_runs": lambda tx: writer_queries.refused_runs(tx, 1, [("b", "t")], cursor=9),
 }
 
 WALKS = ("(experiment=?)", "(experiment=? AND address<?)")

@@ -85,7 +85,7 @@ def first_rows(runs: Runs) -> Runs:
 
 
 class Statistics(NamedTuple):
-    """Of groups ``(..., G)`` of one size: how many runs each has, its mean and variance ``(...)``."""
+    """Of groups ``(..., G)`` of one size: how many runs each has, means and variances ``(...)``."""
 
     size: int
     mean: Rewards

@@ -23,8 +23,8 @@ from trinity_buffer.inspector.output import strict_json
 from trinity_buffer.inspector.source import Source
 from trinity_buffer.inspector.table import parquet_writer, record_batches
 from trinity_buffer.inspector.tracking import track as track_steps
-from trinity_buffer.pipeline.background import made_ahead
 from trinity_buffer.pipeline.coordination.diagnosis import counted
+from trinity_buffer.pipeline.coordination.waiting import made_ahead
 from trinity_buffer.pipeline.store import Experiment, Store, open_store
 from trinity_buffer.store.url import named
 

@@ -46,10 +46,14 @@ from trinity_buffer.events import PolicyPublished, kinds_of
 from trinity_buffer.experience import Experience
 from trinity_buffer.identity import EID, Key
 from trinity_buffer.options import AtLeast0, Count, option_types
-from trinity_buffer.pipeline.background import task_group
 from trinity_buffer.pipeline.config import BatchOptions, RolloutOptions
 from trinity_buffer.pipeline.coordination.diagnosis import counted
-from trinity_buffer.pipeline.coordination.waiting import REPEATED_AFTER, one_line, wait_report_s
+from trinity_buffer.pipeline.coordination.waiting import (
+    REPEATED_AFTER,
+    one_line,
+    task_group,
+    wait_report_s,
+)
 from trinity_buffer.pipeline.store import Experiment, PublishedPolicy
 from trinity_buffer.pipeline.train.checkpoint import being_read, require_digest
 from trinity_buffer.pipeline.write.planning import require_same_contents

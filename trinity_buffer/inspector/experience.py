@@ -568,10 +568,10 @@ async def search(
         matches = await source.database.compute(_matches, events, text, after, exact=exact)
         for position in positions:
             if position in broken:
-                rows = await source.read(writer_queries.rows_of_events, source.key, [position])
+                rows = await source.read(writer_queries.rows_of_event, source.key, position)
                 damaged += [
                     Unreadable(row.eid.uid, position, str(broken[position]))
-                    for row in rows[position]
+                    for row in rows
                     if row.refused is None and row.address > after
                 ]
             for match in matches.get(position, ()):

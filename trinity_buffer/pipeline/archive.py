@@ -25,7 +25,8 @@ from trinity_buffer.codec.objects import ObjectPacker
 from trinity_buffer.codec.segments import Column, encode_segment
 from trinity_buffer.errors import InvalidArgumentError, StoreError
 from trinity_buffer.identity import FAMILIES
-from trinity_buffer.limits import by_size, sizes
+from trinity_buffer.limits import sizes
+from trinity_buffer.pipeline.handle import by_size
 from trinity_buffer.store.transaction import SegmentParts
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -119,3 +119,27 @@ def as_json(what: str, value: Any) -> Any:
         raise InvalidArgumentError(
             f"{what}: {value!r:.200} cannot be recorded, it must be made of JSON's values ({error})"
         ) from error
+
+
+def by_size(
+    items: Iterable[T],
+    size_of: Callable[[T], int],
+    most: int,
+    apart: Callable[[list[T], T], bool] = lambda _group, _item: False,
+) -> Iterator[list[T]]:
+    """Yield items in groups of a size of up to ``most``; one that is larger goes alone.
+
+    Args:
+        apart: whether an item begins a new group, whatever the size of the one before it.
+    """
+    group: list[T] = []
+    total = 0
+    for item in items:
+        size = size_of(item)
+        if group and (total + size > most or apart(group, item)):
+            yield group
+            group, total = [], 0
+        group.append(item)
+        total += size
+    if group:
+        yield group

@@ -25,8 +25,7 @@ from trinity_buffer.identity import SCHEMAS, problem_of_name, problem_of_text, r
 from trinity_buffer.limits import sizes
 from trinity_buffer.options import renamed
 from trinity_buffer.pipeline import handle
-from trinity_buffer.pipeline.background import settle_imports
-from trinity_buffer.pipeline.coordination.waiting import ReportedWait
+from trinity_buffer.pipeline.coordination.waiting import ReportedWait, settle_imports
 from trinity_buffer.pipeline.manifest import leased_steps
 from trinity_buffer.pipeline.train.checkpoint import found_again
 from trinity_buffer.store import log, trainer_queries, writer_queries

@@ -27,7 +27,7 @@ from starlette.routing import Route
 from trinity_buffer import errors
 from trinity_buffer.explorer import server
 from trinity_buffer.explorer.conversation import Completion
-from trinity_buffer.pipeline.background import task_group
+from trinity_buffer.pipeline.coordination.waiting import task_group
 from trinity_buffer.recorder.guard import refusal, status_of
 from trinity_buffer.recorder.recording import Recording, Rollout, Turn
 

@@ -132,8 +132,9 @@ def require(
 
 
 def release(tx: Transaction, experiment: int, name: str, *, owner: str) -> None:
-    """Give the lease back, if ``owner`` still holds it."""
+    """Give the lease back, if ``owner`` still holds it: another process may take it at once."""
     _RELEASE.execute_later(tx, of=experiment, by=name, owner=owner)
+    tx.announce()
 
 
 FORGOTTEN_AFTER_US = 3_600_000_000

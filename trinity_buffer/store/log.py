@@ -9,7 +9,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache, partial
 from hashlib import sha256
 from typing import Any, NamedTuple
 
@@ -61,7 +61,7 @@ def append(
         InvalidArgumentError: an actor's name is not a valid name.
     """
     for actor in {actor for actor, _ in events}:
-        require_name("an actor's name", actor)
+        _require_actor(actor)
     if last is None:
         # Under the lock, so that no other event comes between the end that is read and ours.
         tx.lock(experiment_id)
@@ -79,6 +79,10 @@ def append(
     tx.insert_many(event, rows)
     fold.fold_all(tx, experiment_id, facts)
     return places
+
+
+_require_actor = lru_cache(partial(require_name, "an actor's name"))
+"""Checks each of the few actors of a process once."""
 
 
 def end(tx: transaction.Transaction, experiment_id: int) -> Place:
@@ -130,6 +134,7 @@ _END = transaction.Statement(
 )
 
 
+@transaction.one_statement
 def head(tx: transaction.Transaction, experiment_id: int) -> int:
     """Return the last position of the experiment, 0 if it has none."""
     rows = _END.fetch_all(tx, of=experiment_id, batches=())
@@ -159,6 +164,7 @@ def _stored(row: Sequence[Any]) -> StoredEvent:
     return StoredEvent(*values)
 
 
+@transaction.one_statement
 def read_after(
     tx: transaction.Transaction,
     experiment_id: int,

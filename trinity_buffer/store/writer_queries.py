@@ -94,12 +94,12 @@ def in_batch(columns: str, named: str, more: str = "") -> Statement:
 
 IN_TASKS = " AND task IN TEXTS(:tasks)"
 _OF_TASKS = in_batch("task, run, step, suffix, digest", IN_TASKS)
-_REFUSED = in_batch("task, run", IN_TASKS, " AND address < :end AND refused IS NOT NULL")
-_DECIDED = in_batch(
-    "task",
+_SETTLED = in_batch(
+    "task, run, refused",
     IN_TASKS,
-    " AND address < :end AND refused IS NULL AND NOT EXISTS (SELECT 1 FROM waiting w "
-    "WHERE w.experiment = :of AND w.consumer = :by AND w.address = e.address OFFSET 0)",
+    " AND address < :seen AND (refused IS NOT NULL OR address < :decided AND NOT EXISTS "
+    "(SELECT 1 FROM waiting w WHERE w.experiment = :of AND w.consumer = :by "
+    "AND w.address = e.address OFFSET 0))",
 )
 _IN_BATCH = in_batch("count(address)", "", " AND refused IS DISTINCT FROM 'late'")
 
@@ -242,6 +242,7 @@ def registered(tx: Transaction, experiment: int, name: str, event: NewEvent) -> 
     return row
 
 
+@one_statement
 def waiting_addresses(
     tx: Transaction, experiment: int, name: str, *, after: int, up_to: int, limit: int
 ) -> list[int]:
@@ -273,16 +274,11 @@ def experience_rows(
     return list(map(experience_row, rows))
 
 
-def rows_of_events(
-    tx: Transaction, experiment: int, positions: Sequence[int]
-) -> dict[int, list[ExperienceRow]]:
-    """Return position -> the experiences that the event there recorded, of those that did."""
-    rows_by_position = {}
-    for position in positions:
-        span = {"first": first_address(position), "end": first_address(position + 1)}
-        rows = _OF_EVENT.fetch_all(tx, of=experiment, **span)
-        rows_by_position[position] = list(map(experience_row, rows))
-    return rows_by_position
+@one_statement
+def rows_of_event(tx: Transaction, experiment: int, position: int) -> list[ExperienceRow]:
+    """Return the experiences that the event at ``position`` recorded."""
+    span = {"first": first_address(position), "end": first_address(position + 1)}
+    return list(map(experience_row, _OF_EVENT.fetch_all(tx, of=experiment, **span)))
 
 
 _EXPERIENCE = f"SELECT {EXPERIENCE_COLUMNS} FROM experience e WHERE experiment = :of AND"
@@ -290,12 +286,30 @@ _AT = Statement(f"{_EXPERIENCE} address IN INTS(:addresses) ORDER BY address")
 _OF_EVENT = Statement(f"{_EXPERIENCE} address >= :first AND address < :end ORDER BY address")
 
 
-def decided_groups(
-    tx: Transaction, experiment: int, name: str, groups: Sequence[tuple[str, str]], *, cursor: int
-) -> set[tuple[str, str]]:
-    """Return which groups have experiences up to ``cursor`` that the strategy has decided."""
-    span = {"by": name, "end": first_address(cursor + 1)}
-    return {(key, task) for key, task in of_groups(tx, _DECIDED, experiment, groups, **span)}
+def settled(
+    tx: Transaction,
+    experiment: int,
+    name: str,
+    groups: Iterable[tuple[str, str]],
+    *,
+    cursor: int,
+    seen: int,
+) -> tuple[set[tuple[str, str]], set[tuple[tuple[str, str], int]]]:
+    """Return which groups a strategy has decided in part, and (group, run) of what was refused.
+
+    Args:
+        groups: (batch, task) of those that are asked for.
+        cursor: decided are experiences up to here.
+        seen: experiences are refused up to here, at the door.
+    """
+    ends = {"decided": first_address(cursor + 1), "seen": first_address(seen + 1)}
+    decided, refused = set(), set()
+    for key, task, run, why in of_groups(tx, _SETTLED, experiment, groups, by=name, **ends):
+        if why is None:
+            decided.add((key, task))
+        else:
+            refused.add(((key, task), int(run)))
+    return decided, refused
 
 
 def newest_policy(
@@ -327,14 +341,6 @@ _NEWEST_POLICY = Statement(
     f"AND name = :by AND kind = 'trainer') AND {OF_NO_OTHER_TRAINER} "
     "ORDER BY position DESC LIMIT 1"
 )
-
-
-def refused_runs(
-    tx: Transaction, experiment: int, groups: Sequence[tuple[str, str]], *, cursor: int
-) -> set[tuple[tuple[str, str], int]]:
-    """Return (group, run) of the experiences up to ``cursor`` that were refused at the door."""
-    rows = of_groups(tx, _REFUSED, experiment, groups, end=first_address(cursor + 1))
-    return {((key, task), int(run)) for key, task, run in rows}
 
 
 State = Literal["unseen", "waiting", "annotated", "rejected"]

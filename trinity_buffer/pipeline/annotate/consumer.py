@@ -28,15 +28,14 @@ from trinity_buffer.events import ConsumerRegistered, ExperiencesRecorded, now_u
 from trinity_buffer.experience import Experience
 from trinity_buffer.faultpoints import reached
 from trinity_buffer.identity import order_of
-from trinity_buffer.limits import by_size, sizes
+from trinity_buffer.limits import sizes
 from trinity_buffer.options import GroupingRules, option_types, renamed
 from trinity_buffer.pipeline.annotate import deciding
 from trinity_buffer.pipeline.annotate.grouping import Grouping, ReadyUnit, UnitReader, num_members
-from trinity_buffer.pipeline.background import settle_imports, task_group
 from trinity_buffer.pipeline.coordination import diagnosis, waiting
 from trinity_buffer.pipeline.coordination.diagnosis import counted
 from trinity_buffer.pipeline.coordination.lease import TTL_S, StrategyLease
-from trinity_buffer.pipeline.handle import ExperimentHandle, as_json
+from trinity_buffer.pipeline.handle import ExperimentHandle, as_json, by_size
 from trinity_buffer.pipeline.load.columns import load_experiences
 from trinity_buffer.pipeline.load.reading import EventCache
 from trinity_buffer.store import log, segments, writer_queries
@@ -115,7 +114,7 @@ class Standby:
             return False
         self.pause_s = min(2 * self.pause_s, SELDOM_S)
         self.due = now + self.pause_s
-        return not await self.reader.is_left(row, self.stored)
+        return not await self.reader.is_left(self.stored)
 
 
 _COUNTS_ROWS = (
@@ -182,7 +181,8 @@ class StrategyConsumer:
         self._configure(None)
         self._cache = EventCache(experiment.key, experiment.name)
         grouping = Grouping(self._unit, self.rules)
-        self._reader = UnitReader(experiment, self.name, grouping, self._cache, rewards)
+        due_us = math.inf if self.rules.group_timeout_s is None else 0.0
+        self._reader = UnitReader(experiment, self.name, grouping, self._cache, due_us, rewards)
         self._watch = waiting.RejectionWatch(
             f"strategy {self.name!r}",
             experiment.config.get("groups_per_step"),
@@ -244,12 +244,14 @@ class StrategyConsumer:
                 ", ".join(annotating),
                 annotating[-1],
             )
-        async with self._presence.heartbeats():  # which end even if the lease is not given back
+        try:
+            async with waiting.task_group(self._presence.keep, self._lease.keep):
+                await self._decide_all(follow=follow)
+        finally:
             try:
-                async with task_group(self._lease.keep):
-                    await self._decide_all(follow=follow)
-            finally:
                 await self._lease.release()
+            finally:
+                await self._presence.gone()
         rows, groups = self._reader.grouping.num_waiting
         rejected = self._reasons.total()
         at_fault = any(reason.startswith(waiting.FAULTS) for reason in self._reasons)
@@ -321,22 +323,27 @@ class StrategyConsumer:
         database = self.experiment.database
         self._staged.groups.clear()
         self._staged.rejections.clear()
-        row = await database.read(writer_queries.consumer_row, self.experiment.key, self.name)
-        assert row is not None  # registered before
-        self._calls = row.calls
-        await self._reader.load(row)
+        self._calls = (await database.read_session(self._reader.load)).calls
         ending = not follow
         while self._lease.is_held:
             await self._presence.seen()
             state = await database.changes.state()
-            # Seals overdue batches, before the page is read that then closes their groups.
-            await self._reader.seal_overdue()
+            if self._reader.due_us < math.inf:
+                # Before the page is read that then closes the groups of these batches.
+                await self._reader.seal_overdue()
             try:
-                worked, is_finished = await self._advance(live=follow)
+                page = partial(self._read_page, live=follow)
+                worked, is_finished, left = await database.session(page)
+                for units in left:
+                    await self._decide(units)
+                # Last: its commit moves the cursor past units without rows, which must be recorded
+                # before.
+                if late := self._reader.grouping.take_late():
+                    await database.session(partial(self._reject_late, late=late))
             except (errors.CursorConflictError, errors.LeaseLostError) as error:
                 self._lease.doubt(error)
                 break
-            if worked:
+            if worked or late:
                 wait.over()
                 continue
             self.has_read_all = True
@@ -345,7 +352,7 @@ class StrategyConsumer:
                 return True
             ending = ending or is_finished  # one more page: rows may precede the end
             if not ending or idle_us < math.inf:
-                settle_imports()
+                waiting.settle_imports()
                 due_us = min(overdue_us, idle_us, self._reader.due_us)
                 await wait.changed(state, max(0.0, (due_us - now_us()) / 1e6))
         return False
@@ -370,27 +377,6 @@ class StrategyConsumer:
             diagnosis.of_strategy, experiment.key, self.name, whole_batches=self._unit == "batch"
         )
 
-    async def _advance(self, *, live: bool = False) -> tuple[bool, bool]:
-        """Read one page and decide the units that are ready.
-
-        Args:
-            live: whether a trainer may be waiting for the first of them.
-
-        Returns:
-            Whether there was anything to do; if not, whether the experiment is finished.
-        """
-        database = self.experiment.database
-        page = partial(self._read_page, live=live)
-        worked, is_finished, left = await database.session(page)
-        for units in left:
-            by_rewards = partial(self._decide_by_rewards, units=units)
-            if self._scorer is None or not await database.session(by_rewards):
-                await self._decide_by_experiences(units)
-        # Last: its commit moves the cursor past units without rows, which must be recorded before.
-        if late := self._reader.grouping.take_late():
-            await database.session(partial(self._reject_late, late=late))
-        return worked or bool(late), is_finished
-
     def _read_page(self, s: Session, *, live: bool) -> tuple[bool, bool, list[list[ReadyUnit]]]:
         """Read one page, and decide the first ready units if their rewards suffice.
 
@@ -404,7 +390,7 @@ class StrategyConsumer:
         # Units without rows first: only the commit that moves the cursor past them records that
         # they are decided.
         ready = self._reader.grouping.take_ready(self._reader.clock_us)
-        units = sorted(ready, key=lambda unit: num_members(unit) > 0)
+        units = sorted(ready, key=lambda unit: any(group.members for group in unit))
         in_step = live and not self._reader.behind
         most = sizes.experiences_per_live_commit if in_step else sizes.experiences_per_commit
         left = [*by_size(units, num_members, most)]
@@ -420,7 +406,7 @@ class StrategyConsumer:
         The other groups are rejected.
         """
         decision = deciding.Decision(self.name, seen=self._reader.seen)
-        if not all(map(num_members, units)):
+        if not all(any(group.members for group in unit) for unit in units):
             decision.after = self._reader.cursor
         groups = [*chain.from_iterable(units)]
         decision.planned = {"/".join(group.key): group.planned for group in groups}
@@ -485,9 +471,12 @@ class StrategyConsumer:
     def _uid(self, tx: Transaction, address: int) -> str:
         return self._rows(tx, [address])[address].eid.uid
 
-    async def _decide_by_experiences(self, units: Sequence[ReadyUnit]) -> None:
-        """Have the strategy decide on the experiences of ``units``, and commit."""
+    async def _decide(self, units: Sequence[ReadyUnit]) -> None:
+        """Have the strategy decide on ``units``, by experiences unless rewards do; and commit."""
         database = self.experiment.database
+        by_rewards = partial(self._decide_by_rewards, units=units)
+        if self._scorer is not None and await database.session(by_rewards):
+            return
         decision, shown = self._begin(units)
         wanted = [a for unit in shown for group in unit for a in group.members]
         rows = await database.read(self._rows, wanted)

@@ -154,30 +154,28 @@ class Grouping:
             self.group((key, str(task))).planned = batch.planned
         self._candidates.add(key)
 
-    def mark_decided(self, keys: Iterable[GroupKey]) -> None:
-        """Mark groups as decided: their rows are late from now on.
+    def mark_decided(self, key: GroupKey) -> None:
+        """Mark a group as decided: its rows are late from now on.
 
         If the unit is a batch, all its groups were decided at once.
         """
-        for key in keys:
-            self.group(key).decided = True
-            if self.unit == "batch":
-                batch = self.batches[key[0]]
-                batch.decided = True
-                for group in batch.groups:
-                    group.decided = True
+        self.group(key).decided = True
+        if self.unit == "batch":
+            batch = self.batches[key[0]]
+            batch.decided = True
+            for group in batch.groups:
+                group.decided = True
 
-    def mark_empty_groups(self, batches: Iterable[str]) -> None:
-        """Mark ready groups without members in ``batches`` as decided.
+    def mark_empty_groups(self, batch: str) -> None:
+        """Mark ready groups of a batch that have no members as decided.
 
         Call it once everything up to the cursor is known: the commit that moved the cursor there
         counted such groups as left out.
         """
-        for key in batches:
-            ready = self._ready_of(self.batches[key], 0)
-            if self.unit == "group" or not any(group.members for group in ready):
-                for group in ready:
-                    group.decided = not group.members
+        ready = self._ready_of(self.batches[batch], 0)
+        if self.unit == "group" or not any(group.members for group in ready):
+            for group in ready:
+                group.decided = not group.members
 
     def record(self, rows: Iterable[Row], at_us: int) -> None:
         """Add experiences that were recorded at ``at_us``."""
@@ -259,7 +257,8 @@ class Grouping:
         return undecided if whole or overdue else []
 
 
-Reads = events.ExperiencesRecorded | events.BatchPlanned | events.BatchSealed
+_READ = events.kinds_of(events.ExperiencesRecorded | events.BatchPlanned | events.BatchSealed)
+_RECORDED = events.kinds_of(events.ExperiencesRecorded)
 
 SHORTEST_US = 10_000
 """Least time between two checks for overdue batches."""
@@ -274,6 +273,7 @@ class UnitReader:
         name: of the annotation set.
         grouping: the groups that were read and not decided.
         cache: keeps decoded events.
+        due_us: when a batch may be overdue; infinite: never.
         scoring: name of the scoring in use, if there is one.
         seen: position up to which the log was read; goes into the strategy's next commit.
         cursor: position of the cursor after the last commit that this process knows of.
@@ -284,13 +284,13 @@ class UnitReader:
             log was read for it.
         clock_us: when the log was read. While more pages follow, the time of the last event read:
             the next page may hold rows that came before a group's deadline.
-        due_us: when a batch may be overdue; infinite: never.
     """
 
     experiment: ExperimentHandle
     name: str
     grouping: Grouping
     cache: EventCache
+    due_us: float
     scoring: str | None = None
     seen: int = 0
     cursor: int = 0
@@ -299,7 +299,6 @@ class UnitReader:
     scored: int = 0
     scorings_read: int = 0
     clock_us: int = 0
-    due_us: float = 0.0
 
     async def seal_overdue(self) -> None:
         """Seal the batches that are overdue now, if the trainer reads this set.
@@ -324,8 +323,6 @@ class UnitReader:
             self.due_us = min([self.due_us, *(at for at in due.values() if at > now)])
             return [batch for batch, at in due.items() if at <= now]
 
-        if timeout_us == math.inf:
-            self.due_us = math.inf
         database, full_page = self.experiment.database, now_us() >= self.due_us
         while full_page:
             overdue = await database.read(load)
@@ -340,17 +337,18 @@ class UnitReader:
                         *(self.name, batch, sealed, timeout_us / 1e6),
                     )
 
-    async def load(self, row: ConsumerRow) -> None:
-        """Continue after the last commit, whose state ``row`` holds."""
+    def load(self, s: ReadSession) -> ConsumerRow:
+        """Continue after the last commit; return the state that it left."""
+        key, most = self.experiment.key, sizes.waiting_rows_per_page
+        row = s.read(writer_queries.consumer_row, key, self.name)
+        assert row is not None  # registered before
         self.grouping = Grouping(self.grouping.unit, self.grouping.rules)
         self.seen = self.cursor = row.cursor
         self.clock_us = now_us()
-        key, most = self.experiment.key, sizes.waiting_rows_per_page
         # Rows that waited at the last commit lie before the cursor and must be read again.
         addresses = [-1]
-
-        def load_page(s: ReadSession) -> None:
-            addresses[:] = s.read(
+        while addresses:
+            addresses = s.read(
                 writer_queries.waiting_addresses,
                 *(key, self.name),
                 after=addresses[-1],
@@ -360,20 +358,15 @@ class UnitReader:
             if addresses:
                 page = s.read(log.read_at, key, sorted(set(map(position_of, addresses))))
                 self._take(s, page, set(addresses))
+        for batch in self.grouping.batches:
+            self.grouping.mark_empty_groups(batch)
+        return row
 
-        while addresses:
-            await self.experiment.database.read_session(load_page)
-        self.grouping.mark_empty_groups(self.grouping.batches)
-
-    async def is_left(self, row: ConsumerRow, up_to: int) -> bool:
-        """Return whether rows up to the position ``up_to`` are ready and undecided.
-
-        Args:
-            row: the state of the last commit.
-            up_to: a position.
-        """
-        await self.load(row)
-        while self.seen < up_to and await self.experiment.database.read_session(self.read):
+    async def is_left(self, up_to: int) -> bool:
+        """Return whether rows up to the position ``up_to`` are ready, and were not committed."""
+        database = self.experiment.database
+        await database.read_session(self.load)
+        while self.seen < up_to and await database.read_session(self.read):
             pass
         end = first_address(up_to + 1)
         # A unit with rows beyond `up_to` was not complete at that position.
@@ -385,41 +378,31 @@ class UnitReader:
 
     def read(self, s: ReadSession) -> bool:
         """Feed the next events to the grouping; return whether there were any."""
-        key = self.experiment.key
-        limit = sizes.events_per_page
-
-        def load(tx: Transaction) -> tuple[int, list[StoredEvent]]:
-            # One transaction for head and page, so that no event between them is skipped.
-            head = log.head(tx, key)
-            if head == self.seen:
-                return head, []
-            page = log.read_after(
-                tx, key, self.seen, limit=limit, kinds=events.kinds_of(Reads), up_to=head
-            )
-            self.unscored = None if self.scoring is None else self._unscored_in(tx, page, head)
-            if self.unscored is None:
-                return head, page
-            return self.unscored - 1, [event for event in page if event.position < self.unscored]
-
-        head, page = s.read(load)
+        key, limit = self.experiment.key, sizes.events_per_page
+        # The head first: what lies up to there can be read later, and nothing comes in between.
+        head, page = s.read(log.head, key), list[StoredEvent]()
+        if head > self.seen:
+            page = s.read(log.read_after, key, self.seen, limit=limit, kinds=_READ, up_to=head)
+            self.unscored = None if self.scoring is None else self._unscored_in(s, page, head)
+            if self.unscored is not None:
+                head = self.unscored - 1
+                page = [event for event in page if event.position <= head]
         self.behind = len(page) == limit
         self.clock_us = page[-1].recorded_at if self.behind else now_us()
         if head == self.seen:
             return False
         self._take(s, page, None)
         # A short page proves that no event of these kinds follows up to the head.
-        self.seen = page[-1].position if len(page) == limit else head
+        self.seen = page[-1].position if self.behind else head
         return bool(page)
 
-    def _unscored_in(self, tx: Transaction, page: Sequence[StoredEvent], head: int) -> int | None:
+    def _unscored_in(self, s: ReadSession, page: Sequence[StoredEvent], head: int) -> int | None:
         """Return the position of the first event of ``page`` with unscored rows, or None."""
-        recorded = events.kinds_of(events.ExperiencesRecorded)
-        places = [event.position for event in page if event.kind in recorded]
+        places = [event.position for event in page if event.kind in _RECORDED]
         kinds, limit = events.kinds_of(events.RewardsAssigned), sizes.tail_events
         while places and places[-1] > self.scored and self.scorings_read < head:
-            assigned = log.read_after(
-                tx, self.experiment.key, self.scorings_read, limit=limit, kinds=kinds, up_to=head
-            )
+            since = self.experiment.key, self.scorings_read
+            assigned = s.read(log.read_after, *since, limit=limit, kinds=kinds, up_to=head)
             for stored in assigned:
                 fact = fact_at(self.experiment.name, stored, events.RewardsAssigned)
                 if fact.scoring == self.scoring:
@@ -434,94 +417,77 @@ class UnitReader:
 
         Args:
             s: of the database.
-            page: events of the kinds `Reads`.
+            page: events of the kinds `_READ`.
             waiting: the rows that count of events before the cursor; None: all, they lie behind it.
         """
-        facts = {event.position: self._decoded(event) for event in page}
-        recorded = {at: f for at, f in facts.items() if isinstance(f, events.ExperiencesRecorded)}
-        # The rows of this page are likely decided next; the cache saves decoding them again.
-        self.cache.keep(recorded)
-        rows = dict[int, list[Row]]()
-        for at, written in recorded.items():
-            columns, first, slots = written.columns, first_address(at), range(written.rows)
-            rows[at] = [
-                *zip(
-                    range(first, first + written.rows),
-                    *(columns.batch, columns.task, columns.run),
-                    [slot in written.refused for slot in slots],
-                    strict=True,
-                )
-            ]
-        if damaged := [at for at, fact in facts.items() if fact is None]:
-            known = s.read(writer_queries.rows_of_events, self.experiment.key, damaged)
-            for at, of_event in known.items():
-                rows[at] = [
-                    (r.address, r.eid.batch, r.eid.task, r.eid.run, bool(r.refused))
-                    for r in of_event
-                ]
+        grouping, key, cursor = self.grouping, self.experiment.key, self.cursor
+        facts, rows = self._decoded(s, page)
         if waiting is not None:
             rows = {at: [r for r in of_event if r[0] in waiting] for at, of_event in rows.items()}
         keys = {row[1:3] for of_event in rows.values() for row in of_event}
-        groups = {(str(batch), str(task)) for batch, task in keys} - self.grouping.groups.keys()
-        batches = {batch for batch, _ in groups}
-        batches |= {str(f.batch) for f in facts.values() if isinstance(f, events.BatchSealed)}
+        groups = {(str(batch), str(task)) for batch, task in keys} - grouping.groups.keys()
+        sealed = {str(f.batch) for f in facts.values() if isinstance(f, events.BatchSealed)}
+        new = ({batch for batch, _ in groups} | sealed) - grouping.batches.keys()
         # Plans and past decisions first: whether a row is late depends on them.
-        if groups or not batches <= self.grouping.batches.keys():
-            new = self._learn(s, groups, batches)
-            if waiting is None:
-                self.grouping.mark_empty_groups(new)
+        if groups or new:
+            names = sorted({batch for batch, _ in groups} | new)
+            known = s.read(writer_queries.batches, key, names)
+            groups |= {(name, str(task)) for name, batch in known.items() for task in batch.tasks}
+            # Groups in memory were read beyond the cursor, so they are newer than the projection.
+            groups -= grouping.groups.keys()
+            named = (key, self.name, sorted(groups))
+            decided, refused = s.read(writer_queries.settled, *named, cursor=cursor, seen=self.seen)
+            for batch in known.values():
+                is_sealed = batch.sealed_at is not None and batch.sealed_at <= self.seen
+                grouping.apply_plan(batch, sealed=is_sealed)
+            for group in decided:
+                grouping.mark_decided(group)
+            # Refused runs are stored although their rows do not wait.
+            for group, run in refused:
+                grouping.group(group).runs.add(run)
+            # Of a batch that is met before the cursor, `load` does so when all of it is known.
+            for name in new & grouping.batches.keys() if waiting is None else ():
+                grouping.mark_empty_groups(name)
         for event in page:
-            fact = facts[event.position]
+            fact = facts.get(event.position)
             if isinstance(fact, events.BatchPlanned):
                 size, tasks = fact.rollouts_per_group, tuple(fact.tasks)
-                row = BatchRow(fact.batch, event.actor, size, event.position, None, None, tasks)
-                self.grouping.apply_plan(row, sealed=False)
+                plan = BatchRow(fact.batch, event.actor, size, event.position, None, None, tasks)
+                grouping.apply_plan(plan, sealed=False)
             elif isinstance(fact, events.BatchSealed):
-                self.grouping.seal(str(fact.batch))
+                grouping.seal(str(fact.batch))
             else:
-                self.grouping.record(rows.get(event.position, ()), event.recorded_at)
+                grouping.record(rows[event.position], event.recorded_at)
 
-    def _decoded(self, event: StoredEvent) -> events.Fact | None:
-        """Return what an event says; None if it recorded experiences and is damaged."""
-        try:
-            return decoded(self.experiment.name, event).fact
-        except CodecVersionError:
-            raise
-        except CodecError as error:
-            if event.kind not in events.kinds_of(events.ExperiencesRecorded):
+    def _decoded(
+        self, s: ReadSession, page: Sequence[StoredEvent]
+    ) -> tuple[dict[int, events.Fact], dict[int, list[Row]]]:
+        """Return position -> what an event says, without damaged ones, and -> what it recorded."""
+        facts, rows = dict[int, events.Fact](), dict[int, list[Row]]()
+        for event in page:
+            at = event.position
+            try:
+                facts[at] = fact = decoded(self.experiment.name, event).fact
+            except CodecVersionError:
                 raise
-            # Its rows are in the projection: the strategy rejects them one by one.
-            text = one_line(f"{error}")
-            _logger.warning("its experiences are rejected as damaged: %s", text)
-            return None
-
-    def _learn(self, s: ReadSession, groups: set[GroupKey], batches: set[str]) -> set[str]:
-        """Look up groups and batches that the grouping does not have in memory.
-
-        Returns:
-            The batches that were new to it.
-        """
-        grouping, key = self.grouping, self.experiment.key
-        new = batches - grouping.batches.keys()
-        names = sorted({batch for batch, _ in groups} | new)
-
-        # It changes nothing here: where the connection is lost, it is run once more.
-        def load(
-            tx: Transaction,
-        ) -> tuple[dict[str, BatchRow], set[GroupKey], set[tuple[GroupKey, int]]]:
-            known = writer_queries.batches(tx, key, names)
-            planned = {(name, str(task)) for name, batch in known.items() for task in batch.tasks}
-            # Groups in memory were read beyond the cursor, so they are newer than the projection.
-            asked = sorted((groups | planned) - grouping.groups.keys())
-            decided = writer_queries.decided_groups(tx, key, self.name, asked, cursor=self.cursor)
-            return known, decided, writer_queries.refused_runs(tx, key, asked, cursor=self.seen)
-
-        known, decided, refused = s.read(load)
-        for batch in known.values():
-            is_sealed = batch.sealed_at is not None and batch.sealed_at <= self.seen
-            grouping.apply_plan(batch, sealed=is_sealed)
-        grouping.mark_decided(decided)
-        # Refused runs are stored although their rows do not wait.
-        for group, run in refused:
-            grouping.group(group).runs.add(run)
-        return new & grouping.batches.keys()
+            except CodecError as error:
+                if event.kind not in _RECORDED:
+                    raise
+                text = one_line(f"{error}")
+                _logger.warning("its experiences are rejected as damaged: %s", text)
+                # Its rows are in the projection: the strategy rejects them one by one.
+                rows[at] = [
+                    (r.address, r.eid.batch, r.eid.task, r.eid.run, bool(r.refused))
+                    for r in s.read(writer_queries.rows_of_event, self.experiment.key, at)
+                ]
+                continue
+            if isinstance(fact, events.ExperiencesRecorded):
+                columns, first = fact.columns, first_address(at)
+                addresses = range(first, first + fact.rows)
+                refused = [slot in fact.refused for slot in range(fact.rows)]
+                named = (columns.batch, columns.task, columns.run)
+                rows[at] = [*zip(addresses, *named, refused, strict=True)]
+        # The rows of this page are likely decided next; the cache saves decoding them again.
+        recorded = {at: f for at, f in facts.items() if isinstance(f, events.ExperiencesRecorded)}
+        self.cache.keep(recorded)
+        return facts, rows

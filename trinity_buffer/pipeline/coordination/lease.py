@@ -22,7 +22,6 @@ from typing_extensions import override
 from trinity_buffer import errors
 from trinity_buffer.events import NewEvent, now_us
 from trinity_buffer.options import StepOptions
-from trinity_buffer.pipeline.background import task_group
 from trinity_buffer.pipeline.coordination import waiting
 from trinity_buffer.store import leases, log
 from trinity_buffer.store.connection import Database
@@ -138,10 +137,6 @@ class Lease:
     def __post_init__(self) -> None:
         self._watch = LeaseWatch(self.ttl_s)
 
-    async def holder(self) -> Held:
-        """Return who holds it, by the store as it is now."""
-        return await self.database.read(leases.holder, self.experiment, self.consumer)
-
     def is_free(self, held: Held) -> bool:
         """Return whether nobody who lives has it, as far as we have seen.
 
@@ -184,11 +179,6 @@ class Lease:
         # One that has expired still holds: only who took it since stands in the way.
         return leases.require(tx, self.experiment, self.consumer, token=self.token)
 
-    def give_back(self, tx: Transaction) -> None:
-        """Let another process take it at once."""
-        leases.release(tx, self.experiment, self.consumer, owner=self.owner)
-        tx.announce()
-
 
 @dataclass(eq=False)
 class StrategyLease(Lease):
@@ -212,7 +202,7 @@ class StrategyLease(Lease):
     async def ask(self) -> bool:
         """Return whether this process decides; take the lease if nobody has it who lives."""
         while not (self.is_held or self.alone):
-            held = await self.holder()
+            held = await self.database.read(leases.holder, self.experiment, self.consumer)
             if held is not None and held[0] == self.owner:
                 self.is_held, self.token = True, held[1]
             elif held is None or self.is_free(held):
@@ -277,7 +267,8 @@ class StrategyLease(Lease):
         """Give it back, if it was taken."""
         if self._took:
             with anyio.CancelScope(shield=True):
-                await self.database.try_to_write(self.give_back)
+                named = (self.experiment, self.consumer)
+                await self.database.try_to_write(leases.release, *named, owner=self.owner)
 
 
 @dataclass(eq=False)
@@ -312,7 +303,7 @@ class TrainerLease(Lease):
         wait_for_it = waiting.ReportedWait(self.database, self.experiment, tell)
         while True:
             state = await self.database.changes.state()
-            held = await self.holder()
+            held = await self.database.read(leases.holder, self.experiment, self.consumer)
             who = "another process" if held is None else describe_owner(held[0])
             has_expired = held is not None and held[2] <= now_us()
             free = self.is_free(held) or (has_expired and not wait)
@@ -357,7 +348,7 @@ class TrainerLease(Lease):
 
     async def is_held(self) -> bool:
         """Return whether nobody has taken over, by the store as it is now."""
-        held = await self.holder()
+        held = await self.database.read(leases.holder, self.experiment, self.consumer)
         return held is not None and held[1] == self.token
 
     async def keep(self) -> None:
@@ -384,7 +375,8 @@ class TrainerLease(Lease):
         """Give the lease back; its holder is not there any more."""
         _OWNERS.discard(self.owner)  # also if it cannot be given back, it is free
         await self.presence.gone()
-        await self.database.try_to_write(self.give_back)
+        named = (self.experiment, self.consumer)
+        await self.database.try_to_write(leases.release, *named, owner=self.owner)
 
 
 @asynccontextmanager
@@ -399,7 +391,7 @@ async def hold_lease(
     lease = TrainerLease(database, experiment, consumer, ttl_s)
     try:
         await lease.acquire(wait=wait)
-        async with task_group(lease.keep, lease.presence.keep):
+        async with waiting.task_group(lease.keep, lease.presence.keep):
             yield lease
     finally:
         with anyio.CancelScope(shield=True):

@@ -24,7 +24,7 @@ from trinity_buffer.events import (
 )
 from trinity_buffer.faultpoints import reached
 from trinity_buffer.identity import FAMILIES
-from trinity_buffer.limits import by_size, sizes
+from trinity_buffer.limits import sizes
 from trinity_buffer.pipeline.archive import (
     ArchiveFile,
     digest_of,
@@ -32,7 +32,7 @@ from trinity_buffer.pipeline.archive import (
     require_pyarrow,
     write_archive,
 )
-from trinity_buffer.pipeline.handle import fact_at
+from trinity_buffer.pipeline.handle import by_size, fact_at
 from trinity_buffer.pipeline.load.reading import blobs_of
 from trinity_buffer.pipeline.store import Experiment
 from trinity_buffer.pipeline.verify.projections import Progress, no_progress, readable_events

@@ -23,9 +23,9 @@ from trinity_buffer.events import BatchLeased, PolicyPublished, StepsCommitted, 
 from trinity_buffer.faultpoints import reached
 from trinity_buffer.options import option_types
 from trinity_buffer.pipeline.annotate.consumer import RECORDED, StrategyConsumer, recorder
-from trinity_buffer.pipeline.background import settle_imports, task_group
 from trinity_buffer.pipeline.coordination import diagnosis, waiting
 from trinity_buffer.pipeline.coordination.lease import TrainerLease, hold_lease
+from trinity_buffer.pipeline.coordination.waiting import settle_imports, task_group
 from trinity_buffer.pipeline.handle import ExperimentHandle
 from trinity_buffer.pipeline.load.columns import LoadedRows, RowLoader
 from trinity_buffer.pipeline.load.reading import EventCache

@@ -35,8 +35,9 @@ from trinity_buffer.events import (
     kinds_of,
 )
 from trinity_buffer.identity import FAMILIES
-from trinity_buffer.limits import by_size, sizes
+from trinity_buffer.limits import sizes
 from trinity_buffer.pipeline.archive import digest_of, read_archive
+from trinity_buffer.pipeline.handle import by_size
 from trinity_buffer.pipeline.load.reading import blobs_of
 from trinity_buffer.pipeline.verify.log_audit import Problem
 from trinity_buffer.pipeline.verify.projections import pages, readable_events

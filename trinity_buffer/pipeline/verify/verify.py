@@ -31,7 +31,7 @@ from trinity_buffer.events import (
     kinds_of,
 )
 from trinity_buffer.limits import sizes
-from trinity_buffer.pipeline.background import made_ahead, task_group
+from trinity_buffer.pipeline.coordination.waiting import made_ahead, task_group
 from trinity_buffer.pipeline.store import Experiment
 from trinity_buffer.pipeline.train import checkpoint as checkpoints
 from trinity_buffer.pipeline.train.checkpoint import version_of
