@@ -19,6 +19,7 @@ from trinity_buffer.algorithm.add_strategy import (
     RewardStrategy,
     compose,
 )
+from trinity_buffer.algorithm.add_strategy.add_strategy import RewardFilter
 from trinity_buffer.algorithm.advantage_fn import ASYMREGroupAdvantage
 from trinity_buffer.algorithm.group_scores import Rewards, ScoredGroups
 from trinity_buffer.experience import Experience
@@ -73,6 +74,20 @@ class Scrupulous(RewardStrategy):
     ) -> tuple[list[Experience], dict[str, float]]:
         """Leave out groups of one."""
         return super().calculate_group_advantage(group_id, exps) if len(exps) > 1 else ([], {})
+
+
+class Choosy(RewardFilter):
+    """A filter that declares itself, and yet chooses in a way of its own."""
+
+    @override
+    def score_groups(self, rewards: Rewards) -> ScoredGroups:
+        """Keep all."""
+        return ScoredGroups()
+
+    @override
+    async def add(self, experiences: list[Experience], step: int) -> tuple[int, dict[str, Any]]:
+        """Keep the first."""
+        return await super().add(experiences[:1], step)
 
 
 class Outspoken(ASYMREAddStrategy):
@@ -136,7 +151,15 @@ def test_a_class_is_scored_by_rewards_only_as_long_as_its_declaration_tells_all(
     assert compose(StagedWriter(), ["dapo_dynamic_sampling", "grpo"]).from_rewards() is None
     assert _scorer(Centred) is not None
     assert _scorer(Quiet) is not None
-    others = (SlowGRPO, CorrectBiasAddStrategy, NeedsLogprobs, Shaped, Scrupulous, Outspoken)
+    others = (
+        SlowGRPO,
+        CorrectBiasAddStrategy,
+        NeedsLogprobs,
+        Shaped,
+        Scrupulous,
+        Choosy,
+        Outspoken,
+    )
     for other in others:
         assert _scorer(other) is None
     assert Doubled().from_rewards() is None

@@ -18,7 +18,7 @@ so by writing ``score_groups``; the consumer then hands it whole pages of groups
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import partial
 from itertools import takewhile
@@ -403,12 +403,15 @@ class WholeUnits:
         needs: fields without which an experience cannot be used.
         over: what counts once in the statistics of a group: ``"runs"``, or each of their
             ``"rows"``. Of an instance that takes it as an argument, that.
+        deciding: methods that decide too: a class that overrides one of them does not decide by
+            ``score_groups`` alone.
     """
 
     unit: ClassVar[Unit] = "group"
     families: ClassVar[tuple[str, ...]] = ("light",)
     needs: ClassVar[tuple[str, ...]] = ("reward", "action_mask")
     over: Over = "rows"
+    deciding: ClassVar[tuple[str, ...]] = ()
 
     @classmethod
     def unit_for(cls, **arguments: Any) -> Unit:
@@ -427,19 +430,18 @@ class WholeUnits:
         changes anything but the constructor may decide otherwise, and has to write its own.
         """
         score: Callable[..., ScoredGroups] | None = getattr(self, "score_groups", None)
-        heirs = takewhile(lambda cls: "score_groups" not in vars(cls), type(self).__mro__)
+        own = type(self)
+        heirs = takewhile(lambda cls: "score_groups" not in vars(cls), own.__mro__)
         changed = {name for cls in heirs for name in vars(cls)} - _CHANGE_NOTHING
+        base = next(cls for cls in own.__mro__ if "deciding" in vars(cls))
+        overridden = (getattr(own, name) is not getattr(base, name) for name in self.deciding)
         # Dunders are written by dataclasses and typing, not by authors.
-        inherited = all(name.startswith("__") and name.endswith("__") for name in changed)
+        dunders = (name.startswith("__") and name.endswith("__") for name in changed)
+        inherited = all(dunders) and not any(overridden)
         enough = {"reward"} <= set(self.needs) <= {"reward", "action_mask"}
         if score is None or not (inherited and enough):
             return None
         return partial(scored_rows, score, self.over)
-
-
-def inherits(cls: type, base: type, methods: Collection[str]) -> bool:
-    """Return whether ``cls`` has all of ``methods`` from ``base``: none was overridden."""
-    return all(getattr(cls, name) is getattr(base, name) for name in methods)
 
 
 def as_added(

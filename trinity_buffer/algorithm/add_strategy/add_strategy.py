@@ -183,13 +183,6 @@ class GroupAdvantageStrategy(AddStrategy):
         return count, annotating.gather_groups(metrics)
 
 
-_DECIDING = (
-    *("add", "calculate_group_advantage", "group_experiences", "needs_of", "rewards_of"),
-    *("refuse", "reject", "usable"),
-)
-"""What a `RewardStrategy` may override to decide otherwise than by `score_groups`."""
-
-
 @arguments.configured
 class RewardStrategy(group_scores.CountsOver, GroupAdvantageStrategy):
     """Scores the runs of each task by their rewards alone: write `score_groups`, and it is done.
@@ -200,6 +193,10 @@ class RewardStrategy(group_scores.CountsOver, GroupAdvantageStrategy):
     """
 
     families: ClassVar[tuple[str, ...]] = ("light",)
+    deciding: ClassVar[tuple[str, ...]] = (
+        *("add", "calculate_group_advantage", "group_experiences", "needs_of", "rewards_of"),
+        *("refuse", "reject", "usable"),
+    )
 
     @abstractmethod
     def score_groups(self, rewards: Rewards) -> ScoredGroups:
@@ -212,9 +209,7 @@ class RewardStrategy(group_scores.CountsOver, GroupAdvantageStrategy):
     def from_rewards(self) -> RewardScorer | None:
         """Return `score_groups` with the reason and the names of metrics that `add` gives."""
         score = super().from_rewards()
-        if score is None or not group_scores.inherits(type(self), RewardStrategy, _DECIDING):
-            return None
-        return partial(group_scores.as_added, score, self.left_out)
+        return None if score is None else partial(group_scores.as_added, score, self.left_out)
 
     @override
     def group_experiences(self, exps: list[Experience]) -> dict[str, list[Experience]]:
@@ -245,6 +240,7 @@ class RewardFilter(group_scores.CountsOver, AddStrategy):
     families: ClassVar[tuple[str, ...]] = ("light",)
     annotates: ClassVar[bool] = False
     needs: ClassVar[tuple[str, ...]] = ("reward",)
+    deciding: ClassVar[tuple[str, ...]] = ("add", "choose", "refuse", "reject", "sound", "usable")
 
     @abstractmethod
     def score_groups(self, rewards: Rewards) -> ScoredGroups:

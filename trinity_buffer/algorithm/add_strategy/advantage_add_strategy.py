@@ -18,12 +18,11 @@ from trinity_buffer.algorithm.advantage_fn import (
 )
 from trinity_buffer.algorithm.arguments import declared_arguments
 from trinity_buffer.algorithm.copies import left_out
-from trinity_buffer.algorithm.group_scores import RewardScorer, Unit, as_added, inherits
+from trinity_buffer.algorithm.group_scores import RewardScorer, Unit, as_added
 from trinity_buffer.experience import Experience, group_by
 from trinity_buffer.writer import BufferWriter
 
-_DECIDING = ("add", "refuse", "reject", "usable")
-"""What a subclass may override to decide otherwise than its advantage function."""
+_LEFT_OUT = "zero_variance"
 
 
 class AdvantageAddStrategy(AddStrategy):
@@ -35,6 +34,7 @@ class AdvantageAddStrategy(AddStrategy):
     """
 
     advantage_fn: ClassVar[type[PipelineAdvantage]]
+    deciding: ClassVar[tuple[str, ...]] = ("add", "refuse", "reject", "usable")
 
     @override
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -74,10 +74,11 @@ class AdvantageAddStrategy(AddStrategy):
     @override
     def from_rewards(self) -> RewardScorer | None:
         """Return what the advantage function decides by rewards alone, if it does."""
-        score = self.advantage.from_rewards()
-        if score is None or not inherits(type(self), AdvantageAddStrategy, _DECIDING):
-            return None
-        return partial(as_added, score, "zero_variance")
+        score, own = self.advantage.from_rewards(), type(self)
+        overridden = (
+            getattr(own, name) is not getattr(AdvantageAddStrategy, name) for name in self.deciding
+        )
+        return None if score is None or any(overridden) else partial(as_added, score, _LEFT_OUT)
 
     @override
     async def add(self, experiences: list[Experience], step: int) -> tuple[int, dict[str, Any]]:
@@ -86,7 +87,7 @@ class AdvantageAddStrategy(AddStrategy):
             return 0, {}
         sound = self.sound(experiences, self.advantage.problems(experiences))
         scored, metrics = self.advantage.process(sound)
-        self.reject(left_out(sound, scored), "zero_variance")
+        self.reject(left_out(sound, scored), _LEFT_OUT)
         for group in group_by(scored, "task").values():
             await self.writer.write_async(group)
         return len(scored), metrics

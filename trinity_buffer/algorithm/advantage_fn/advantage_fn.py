@@ -24,10 +24,8 @@ from trinity_buffer.algorithm.group_scores import (
     CountsOver,
     Over,
     Rewards,
-    RewardScorer,
     ScoredGroups,
     WholeUnits,
-    inherits,
     scored_rows,
     statistics,
 )
@@ -154,17 +152,16 @@ class GroupAdvantage(CountsOver, PipelineAdvantage):
         return scored_rows, annotating.gather_groups([metrics for _, metrics in scored])
 
 
-_DECIDING = ("process", "problems", "needs_of", "group_experiences", "calculate_group_advantage")
-"""What a `RewardAdvantage` may override to decide otherwise than by `score_groups`."""
-
-
 class RewardAdvantage(GroupAdvantage):
     """Scores the runs of each task by their rewards alone: write `score_groups`."""
 
-    @override
-    def from_rewards(self) -> RewardScorer | None:
-        """Return `score_groups`, if nothing else decides."""
-        return super().from_rewards() if inherits(type(self), RewardAdvantage, _DECIDING) else None
+    deciding: ClassVar[tuple[str, ...]] = (
+        "process",
+        "problems",
+        "needs_of",
+        "group_experiences",
+        "calculate_group_advantage",
+    )
 
     @abstractmethod
     def score_groups(self, rewards: Rewards) -> ScoredGroups:
