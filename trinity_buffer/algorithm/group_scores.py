@@ -170,16 +170,6 @@ def check_baseline(kind: str, tau: float) -> None:
     require(tau > 0, "tau", tau, "be positive")
 
 
-def check_scale(epsilon: float, std_floor: float) -> None:
-    """Raise unless what is added to a deviation, and its floor, are valid.
-
-    Raises:
-        InvalidArgumentError: names the one that is not.
-    """
-    require(epsilon >= 0, "epsilon", epsilon, "not be negative")
-    require(std_floor >= 0, "std_floor", std_floor, "not be negative")
-
-
 class Deviation:
     """Scores by the deviation of a group, for a class that says which.
 
@@ -191,6 +181,10 @@ class Deviation:
     ddof: int
     std_floor: float
     single_member: SingleMember = "raw"
+
+    def __post_init__(self) -> None:
+        require(self.epsilon >= 0, "epsilon", self.epsilon, "not be negative")
+        require(self.std_floor >= 0, "std_floor", self.std_floor, "not be negative")
 
     def moments(
         self, rewards: Sequence[float] | Rewards, weights: Rewards | None = None
@@ -231,9 +225,6 @@ class DeviationOptions(Deviation):
     ddof: Literal[0, 1] = 1
     std_floor: float = RELATIVE_FLOOR
     single_member: SingleMember = "raw"
-
-    def __post_init__(self) -> None:
-        check_scale(self.epsilon, self.std_floor)
 
 
 class NormalizedScores(DeviationOptions):

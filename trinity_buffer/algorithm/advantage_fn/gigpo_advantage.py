@@ -65,9 +65,6 @@ class GiGPOAdvantageFn(group_scores.Deviation, PipelineAdvantage):
     ddof: Literal[0, 1] = 1
     std_floor: float = group_scores.RELATIVE_FLOOR
 
-    def __post_init__(self) -> None:
-        group_scores.check_scale(self.epsilon, self.std_floor)
-
     @classmethod
     @override
     def unit_for(cls, **arguments: Any) -> Unit:

@@ -44,9 +44,6 @@ class RECGroupedAdvantage(group_scores.Deviation, GroupAdvantage):
     std_floor: float = group_scores.RELATIVE_FLOOR
     seed: int | None = 0
 
-    def __post_init__(self) -> None:
-        group_scores.check_scale(self.epsilon, self.std_floor)
-
     @override
     def from_rewards(self) -> RewardScorer | None:
         """Return `score_groups`, if no lots are drawn, which takes the name of the group."""
