@@ -26,7 +26,7 @@ FAULTS = [
     ),
     Fault(
         "verify skips every full block of segments",
-        "limits.py",
+        "pipeline/handle.py",
         "            yield group\n            group, total",
         "            group, total",
         "tests/pipeline/test_sizes.py::test_each_damaged_segment_is_named",
