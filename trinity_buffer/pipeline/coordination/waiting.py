@@ -21,6 +21,7 @@ import socket
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Coroutine
 from contextlib import asynccontextmanager, suppress
+from dataclasses import KW_ONLY, dataclass, field
 from functools import cache
 from hashlib import sha256
 from pathlib import Path
@@ -178,6 +179,7 @@ AT_WORK = "at work"
 """Second role of a process while it computes something that will become an event."""
 
 
+@dataclass(eq=False)
 class Presence:
     """Records heartbeats of this process in one role; does nothing in a read-only store.
 
@@ -191,19 +193,19 @@ class Presence:
         waiting_for: the reported reason why it waits; None: it works.
     """
 
-    def __init__(self, database: Database, experiment: int, role: str, name: str) -> None:
-        self._database = database
-        self._experiment = experiment
-        self.role, self.name = role, name
-        self._started_at = 0
-        self.waiting_for: str | None = None
-        self._reported: str | None = None
-        self._next = time.monotonic() + FIRST_AFTER_S
+    database: Database
+    experiment: int
+    role: str
+    name: str
+    waiting_for: str | None = field(default=None, init=False)
+    _started_at: int = field(default=0, init=False)
+    _reported: str | None = field(default=None, init=False)
+    _next: float = field(default_factory=lambda: time.monotonic() + FIRST_AFTER_S, init=False)
 
     @property
     def due_s(self) -> float:
         """Seconds until the next heartbeat."""
-        never = self._database.read_only
+        never = self.database.read_only
         return math.inf if never else max(0.0, self._next - time.monotonic())
 
     async def seen(self, *, at_once: bool = False) -> None:
@@ -217,7 +219,7 @@ class Presence:
         row = self._news(at_once=at_once)
         if row is not None:
             with suppress(errors.StoreBusyError):
-                await self._database.write(leases.record_presence, self._experiment, row)
+                await self.database.write(leases.record_presence, self.experiment, row)
 
     def first(self) -> PresenceRow:
         """Return the row of a heartbeat that is written in the caller's transaction."""
@@ -229,7 +231,7 @@ class Presence:
         """Record a heartbeat in a transaction that happens anyway."""
         row = self._news()
         if row is not None:
-            leases.record_presence(tx, self._experiment, row)
+            leases.record_presence(tx, self.experiment, row)
 
     async def keep(self) -> None:
         """Record heartbeats until cancelled, also while the process is busy elsewhere.
@@ -254,8 +256,8 @@ class Presence:
         """Remove the row; if the store cannot be reached, it expires by itself."""
         if self._started_at:
             with anyio.CancelScope(shield=True):
-                await self._database.try_to_write(
-                    leases.remove_presence, self._experiment, self._row()
+                await self.database.try_to_write(
+                    leases.remove_presence, self.experiment, self._row()
                 )
         self._started_at = 0
 
@@ -266,7 +268,7 @@ class Presence:
         the role `AT_WORK` is removed when it is not.
         """
         name = f"{self.role} {self.name}"
-        presence = Presence(self._database, self._experiment, AT_WORK, name)
+        presence = Presence(self.database, self.experiment, AT_WORK, name)
         try:
             while True:
                 await anyio.sleep(min(every_s, SEEN_EVERY_S))
@@ -292,7 +294,7 @@ class Presence:
         """Return the heartbeat that is due and count it as sent; None if none is due."""
         due = time.monotonic() >= self._next or self.waiting_for != self._reported
         first = at_once and not self._started_at
-        if not (due or first) or self._database.read_only:
+        if not (due or first) or self.database.read_only:
             return None
         return self.first()
 
@@ -431,6 +433,7 @@ def one_line(text: str) -> str:
     )
 
 
+@dataclass(eq=False)
 class ReportedWait:
     """Waits for commits to a store until the caller has what it needs, and reports long waits.
 
@@ -450,37 +453,27 @@ class ReportedWait:
         presence: presence of the waiting process, which shows the reason to others and does not
             count as progress.
         aloud: False if another part of the process reports the wait.
-
-    Attributes:
         is_waited_for: whether the result is needed now: False while the process still works on
             earlier results, so that nothing is reported.
     """
 
-    def __init__(
-        self,
-        database: Database,
-        experiment: int | None,
-        tell: Callable[[], Awaitable[str]],
-        presence: Presence | None = None,
-        *,
-        aloud: bool = True,
-    ) -> None:
-        self._database = database
-        self._experiment = experiment
-        self._tell = tell
-        self._presence = presence
-        self._level = logging.WARNING if aloud else logging.DEBUG
-        self.is_waited_for: Callable[[], bool] = lambda: True
-        self._report_at: float | None = None
-        self._look_at: float | None = None
-        self._mark: object = None
-        self._moved_at = 0.0
+    database: Database
+    experiment: int | None
+    tell: Callable[[], Awaitable[str]]
+    presence: Presence | None = None
+    _: KW_ONLY
+    aloud: bool = True
+    is_waited_for: Callable[[], bool] = lambda: True
+    _report_at: float | None = field(default=None, init=False)
+    _look_at: float | None = field(default=None, init=False)
+    _mark: object = field(default=None, init=False)
+    _moved_at: float = field(default=0.0, init=False)
 
     def over(self) -> None:
         """End this wait: the next one is a new one."""
         self._report_at = self._look_at = self._mark = None
-        if self._presence is not None:
-            self._presence.waiting_for = None
+        if self.presence is not None:
+            self.presence.waiting_for = None
 
     async def changed(self, state: tuple[int, int], timeout_s: float = math.inf) -> None:
         """Return after a commit later than ``state``, after ``timeout_s``, or spuriously.
@@ -493,21 +486,21 @@ class ReportedWait:
         if self._report_at is None:
             self._report_at = time.monotonic() + wait_report_s()
         elif time.monotonic() >= self._report_at:
-            message = one_line(await self._tell())
-            _logger.log(self._level, "%s", message)
-            if self._presence is not None:
-                self._presence.waiting_for = message
+            message = one_line(await self.tell())
+            _logger.log(logging.WARNING if self.aloud else logging.DEBUG, "%s", message)
+            if self.presence is not None:
+                self.presence.waiting_for = message
             self._report_at = time.monotonic() + REPEATED_AFTER * wait_report_s()
         left_s = min(timeout_s, max(0.0, self._report_at - time.monotonic()))
-        if self._experiment is not None:
+        if self.experiment is not None:
             # While the process works on earlier results, the run is not stalled.
             if not self.is_waited_for():
                 self._look_at = self._mark = None
-            left_s = min(left_s, await self.require_moving(self._experiment, wait_report_s()))
-        if self._presence is not None:
-            await self._presence.seen()
-            left_s = min(left_s, self._presence.due_s)
-        await self._database.changes.changed(state, left_s)
+            left_s = min(left_s, await self.require_moving(self.experiment, wait_report_s()))
+        if self.presence is not None:
+            await self.presence.seen()
+            left_s = min(left_s, self.presence.due_s)
+        await self.database.changes.changed(state, left_s)
 
     async def require_moving(self, experiment: int, first_look_s: float) -> float:
         """Return the seconds until the next check, as long as the run may make progress.
@@ -524,7 +517,7 @@ class ReportedWait:
             self._look_at = now + first_look_s
         if now < self._look_at:
             return self._look_at - now
-        mark, at_work, after_s = await self._database.read(self._progress, experiment)
+        mark, at_work, after_s = await self.database.read(self._progress, experiment)
         now = time.monotonic()
         # Time in which this process could not check is not counted against the run.
         self._moved_at += max(0.0, now - self._look_at - LATE_S)
@@ -533,7 +526,7 @@ class ReportedWait:
         if now - self._moved_at >= after_s:
             raise errors.RunStalledError(
                 f"nothing has moved for {after_s:g} s (stalled_after_s): no event came, and "
-                f"no rollout is under way; {one_line(await self._tell())}. `trinity-buffer doctor` "
+                f"no rollout is under way; {one_line(await self.tell())}. `trinity-buffer doctor` "
                 "says what would help"
             )
         pause_s = min(self._moved_at + after_s - now, after_s / LOOKS, LONGEST_PAUSE_S)
@@ -545,7 +538,7 @@ class ReportedWait:
         stored = writer_queries.config_of(tx, experiment)
         config = {} if stored is None else stored[0]
         after_s: float | None = config.get("stalled_after_s", STALLED_AFTER_S)
-        own = self._presence
+        own = self.presence
         rows = [r for r in leases.processes(tx, experiment) if own is None or not own.is_own(r)]
         names = [log.experiment_name(tx, experiment) + TURNS]  # a recorder writes there
         if isinstance(expert := config.get("expert_experiment"), str):
@@ -574,6 +567,7 @@ UNREAD = frozenset({"stale", OVERSIZE})
 """Reasons that are assigned without reading the row."""
 
 
+@dataclass(eq=False)
 class RejectionWatch:
     """Counts rejected groups since the last accepted one.
 
@@ -585,22 +579,15 @@ class RejectionWatch:
         counts: the unit that messages count, as a strategy has no steps.
     """
 
-    def __init__(
-        self,
-        who: str,
-        groups_per_step: int | None = 1,
-        max_rejected_steps: int = MAX_REJECTED_STEPS,
-        *,
-        counts: Literal["steps", "groups"] = "steps",
-    ) -> None:
-        self._who = who
-        self._per_step = groups_per_step
-        self._most = max_rejected_steps
-        self._counts = counts
-        self._groups: dict[bool, int] = {}
-        self._reasons: set[str] = set()
-        self._first = ""
-        self._warned = False
+    who: str
+    groups_per_step: int | None = 1
+    max_rejected_steps: int = MAX_REJECTED_STEPS
+    _: KW_ONLY
+    counts: Literal["steps", "groups"] = "steps"
+    _groups: dict[bool, int] = field(default_factory=dict, init=False)
+    _reasons: set[str] = field(default_factory=set, init=False)
+    _first: str = field(default="", init=False)
+    _warned: bool = field(default=False, init=False)
 
     def accepted(self) -> None:
         """Note that at least one row was accepted."""
@@ -622,17 +609,17 @@ class RejectionWatch:
         self._reasons |= set(reasons)
         self._first = self._first or uid()
         faulty = all(reason.startswith(FAULTS) for reason in self._reasons - UNREAD)
-        per_step = self._per_step or (1 if faulty else USUAL_GROUPS_PER_STEP)
+        per_step = self.groups_per_step or (1 if faulty else USUAL_GROUPS_PER_STEP)
         number = sum(self._groups.values())
-        if number // per_step < min(WARN_AFTER_STEPS, self._most):
+        if number // per_step < min(WARN_AFTER_STEPS, self.max_rejected_steps):
             return
-        counted = number if self._counts == "groups" else number // per_step
+        counted = number if self.counts == "groups" else number // per_step
         message = (
-            f"{self._who} has rejected everything of {counted} {self._counts} in a row as "
+            f"{self.who} has rejected everything of {counted} {self.counts} in a row as "
             f"{', '.join(sorted(self._reasons))} (first {self._first}); `trinity-buffer show "
             f"{self._first}` tells what the row holds"
         )
-        if faulty and self._groups.get(True, 0) // per_step >= self._most:
+        if faulty and self._groups.get(True, 0) // per_step >= self.max_rejected_steps:
             raise errors.TrainingError(f"{message}; fix these rows, and start it again")
         if not self._warned:
             self._warned = True
