@@ -151,6 +151,13 @@ def complain(breaches: list[Breach], allowed: dict[str, str]) -> None:
     assert not wrong, "\n" + "\n".join(wrong)
 
 
+def test_one_process_of_make_test_reads_the_trees(request: pytest.FixtureRequest) -> None:
+    """pytest-xdist sends a test to the process of its group by the end of the test's id."""
+    if request.config.getoption("loadgroup", default=False):
+        remedy = "these releases of pytest and pytest-xdist do not go together: make setup"
+        assert request.node.nodeid.endswith("@trees"), remedy
+
+
 def test_no_file_is_longer_than_one_can_keep_in_mind() -> None:
     lengths = {file: len((ROOT / file).read_bytes().splitlines()) for file in trees()}
     long = {file: n for file, n in lengths.items() if n > MAX_FILE_LINES}
