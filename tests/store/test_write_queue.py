@@ -4,62 +4,59 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from multiprocessing.connection import Connection
 from pathlib import Path
 from threading import Thread
 
 import anyio
 import pytest
 
+from tests.crash.forking import CONTEXT
 from trinity_buffer import open_store
 from trinity_buffer.store import sqlite
 from trinity_buffer.store.sqlite import WriterQueue
 
 LIMIT_S = 30.0
 
-OTHER = """\
-import os, sys
-from pathlib import Path
-from trinity_buffer.store import sqlite
-sqlite.PATIENCE_S = 60.0
-mine = sqlite.WriterQueue(Path(sys.argv[1]))
-for line in sys.stdin:
-    if line == "take\\n":
-        mine.acquire()
-    elif line == "give back\\n":
-        mine.release()
-    elif line == "fork\\n" and os.fork() == 0:
-        os.close(1)
-        sys.stdin.read()
-        os._exit(0)
-    print(line.strip(), flush=True)
-"""
+
+def live(store: Path, orders: Connection) -> None:
+    """Take turns and give them back, as the test says."""
+    sqlite.PATIENCE_S = 60.0
+    queue = WriterQueue(store)
+    while True:
+        what = orders.recv()
+        if what == "take":
+            queue.acquire()
+        elif what == "give back":
+            queue.release()
+        elif os.fork() == 0:
+            orders.poll(None)  # until the test ends
+            os._exit(0)
+        orders.send(what)
 
 
 class Other:
     """Another process, which takes turns and gives them back."""
 
     def __init__(self, store: Path) -> None:
-        command = [sys.executable, "-c", OTHER, str(store)]
-        self.process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        )
+        self.orders, theirs = CONTEXT.Pipe()
+        self.process = CONTEXT.Process(target=live, args=(store, theirs), daemon=True)
+        self.process.start()
+        theirs.close()
+        assert self.process.pid is not None
+        self.pid = self.process.pid
 
     def begin(self, what: str) -> None:
         """Tell it to do something."""
-        assert self.process.stdin is not None
-        self.process.stdin.write(f"{what}\n")
-        self.process.stdin.flush()
+        self.orders.send(what)
 
     def done(self) -> str:
         """Return what it has done."""
-        assert self.process.stdout is not None
-        return self.process.stdout.readline().strip()
+        return str(self.orders.recv())
 
     def do(self, what: str) -> None:
         """Have it do something."""
@@ -68,13 +65,18 @@ class Other:
 
     def stop(self) -> None:
         """Stop all of its threads."""
-        self.process.send_signal(signal.SIGSTOP)
-        os.waitid(os.P_PID, self.process.pid, os.WSTOPPED | os.WNOWAIT)
+        os.kill(self.pid, signal.SIGSTOP)
+        threads = list(Path(f"/proc/{self.pid}/task").glob("*/stat"))
+        until(lambda: all(" T " in thread.read_text().rpartition(")")[2] for thread in threads))
+
+    def go_on(self) -> None:
+        """Let all of its threads go on."""
+        os.kill(self.pid, signal.SIGCONT)
 
     def wait_in_line(self) -> None:
         """Have it wait for the turn that somebody else has."""
         self.begin("take")
-        until(lambda: waits(self.process.pid))
+        until(lambda: waits(self.pid))
 
 
 def until(happened: Callable[[], bool]) -> None:
@@ -114,7 +116,8 @@ def others(store: Path, number: int) -> Iterator[list[Other]]:
     finally:
         for other in every:
             other.process.kill()
-            other.process.communicate()
+            other.process.join()
+            other.orders.close()
 
 
 @pytest.fixture
@@ -140,7 +143,7 @@ def test_turns_come_in_the_order_of_asking(store: Path) -> None:
         third.wait_in_line()
         first.do("give back")
         assert second.done() == "take"
-        until(lambda: waits(third.process.pid))  # it is next now
+        until(lambda: waits(third.pid))  # it is next now
         first.wait_in_line()
         second.do("give back")
         assert third.done() == "take"
@@ -154,11 +157,11 @@ def test_who_is_killed_in_the_line_calls_nobody_too_early(store: Path) -> None:
         for other in (second, killed, fourth, fifth):
             other.wait_in_line()
         killed.process.kill()
-        killed.process.wait()
-        until(lambda: all(waits(other.process.pid) for other in (second, fourth, fifth)))
+        killed.process.join()
+        until(lambda: all(waits(other.pid) for other in (second, fourth, fifth)))
         first.do("give back")
         assert second.done() == "take"
-        until(lambda: all(waits(other.process.pid) for other in (fourth, fifth)))
+        until(lambda: all(waits(other.pid) for other in (fourth, fifth)))
         second.do("give back")
         assert fourth.done() == "take"
 
@@ -170,7 +173,7 @@ def test_a_turn_is_not_taken_from_who_is_slow_to_wake(store: Path) -> None:
         second.stop()
         first.do("give back")
         first.wait_in_line()
-        second.process.send_signal(signal.SIGCONT)
+        second.go_on()
         assert second.done() == "take"
         second.do("give back")
         assert first.done() == "take"
@@ -202,7 +205,7 @@ def test_who_got_no_turn_in_time_goes_ahead_and_gives_back_what_comes_late(
             mine.acquire()
             mine.release()
         assert waits(os.getpid())  # one thread, however often
-        stopped.process.send_signal(signal.SIGCONT)
+        stopped.go_on()
         stopped.do("give back")
         third.do("take")
 
@@ -288,8 +291,8 @@ def test_a_turn_is_given_back_whoever_takes_another_meanwhile(
         assert other.done() == "take"
         other.do("give back")
         later.begin("take")
-        until(lambda: stands_in(store, later.process.pid))
-        assert not waits(later.process.pid)
+        until(lambda: stands_in(store, later.pid))
+        assert not waits(later.pid)
 
 
 def test_without_a_log_nobody_waits(tmp_path: Path) -> None:
