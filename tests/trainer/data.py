@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from functools import cache
 from typing import Any
 
 import torch
@@ -26,26 +27,32 @@ def policy(seed: int = 0, dtype: torch.dtype = torch.float32) -> TransformerPoli
 
 def rollouts(batch: str = "b0", *, version: int | None = 0, tasks: int = TASKS) -> list[Experience]:
     """Return runs of some tasks: log-probs of a policy, one failure each, masks with holes."""
+    return [
+        Experience(
+            eid=EID(batch, number // RUNS, number % RUNS, 0),
+            tokens=tokens,
+            prompt_length=prompt,
+            logprobs=logprobs.clone(),
+            reward=reward,
+            action_mask=mask,
+            info={} if version is None else {"model_version": version},
+        )
+        for number, (tokens, prompt, logprobs, reward, mask) in enumerate(_drawn(batch, tasks))
+    ]
+
+
+@cache
+def _drawn(batch: str, tasks: int) -> list[tuple[list[int], int, torch.Tensor, float, list[bool]]]:
+    """Return what the runs of a batch hold: its scores take longer than writing it."""
     draw, sampler = random.Random(batch), policy(7)
     made = []
-    for task in range(tasks):
-        for run in range(RUNS):
-            prompt, size = draw.randrange(2, 7), draw.randrange(2, 9)
-            tokens = [draw.randrange(VOCABULARY) for _ in range(prompt + size)]
-            scored = (
-                sampler.scores({"input_ids": torch.tensor([tokens])}).logprob[0, prompt:].detach()
-            )
-            made.append(
-                Experience(
-                    eid=EID(batch, task, run, 0),
-                    tokens=tokens,
-                    prompt_length=prompt,
-                    logprobs=scored,
-                    reward=draw.random() if run else 0.0,
-                    action_mask=[True, *(draw.random() < 0.8 for _ in range(size - 1))],
-                    info={} if version is None else {"model_version": version},
-                )
-            )
+    for number in range(tasks * RUNS):
+        prompt, size = draw.randrange(2, 7), draw.randrange(2, 9)
+        tokens = [draw.randrange(VOCABULARY) for _ in range(prompt + size)]
+        scores = sampler.scores({"input_ids": torch.tensor([tokens])}).logprob[0, prompt:]
+        reward = draw.random() if number % RUNS else 0.0
+        mask = [True, *(draw.random() < 0.8 for _ in range(size - 1))]
+        made.append((tokens, prompt, scores.detach(), reward, mask))
     return made
 
 
