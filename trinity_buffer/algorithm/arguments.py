@@ -271,6 +271,9 @@ class Registry(Generic[T]):
 
     def name_of(self, cls: type) -> str:
         """Return the name under which ``cls`` is filed; the class's own if it is not."""
+        if filed := [name for name, known in self._classes.items() if known is cls]:
+            return min(filed)
+        # Asked last, as in `get`.
         return next((name for name in self.names() if self.get(name) is cls), cls.__name__)
 
     def names(self) -> tuple[str, ...]:
