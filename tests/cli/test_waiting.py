@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import anyio
-import anyio.lowlevel
 import pytest
 
 from trinity_buffer import open_store
@@ -27,7 +26,7 @@ async def test_a_follower_waits_for_the_store_and_its_first_experiment(
             group.start_soon(wait)
             said = ""
             while said.count("waits for the first explorer") < 2:  # it goes on to say so
-                await anyio.lowlevel.checkpoint()
+                await anyio.sleep(0.001)
                 said += capsys.readouterr().err
             async with open_store(store_url) as store:
                 await store.experiment("sort", config={})

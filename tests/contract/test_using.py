@@ -163,7 +163,7 @@ async def test_who_waits_for_news_hears_that_the_store_is_closed(store_url: str)
     async with anyio.create_task_group() as tasks, opened(store_url) as experiment:
         tasks.start_soon(follow, experiment)
         while not heard:
-            await anyio.lowlevel.checkpoint()
+            await anyio.sleep(0.001)
         await anyio.wait_all_tasks_blocked()
     assert "is closed" in heard[-1]
 

@@ -116,5 +116,5 @@ async def test_a_trainer_of_a_finished_experiment_ends_when_its_strategy_is_kill
             async with anyio.create_task_group() as tasks, at_work(experiment):
                 tasks.start_soon(train, experiment)
                 while "has 4 experiences to decide" not in caplog.text:
-                    await anyio.lowlevel.checkpoint()
+                    await anyio.sleep(0.001)
     assert f"trainer 'trainer' ended without a step: {NOBODY}" in caplog.text

@@ -79,7 +79,7 @@ async def test_a_holder_whose_lease_another_took_and_gave_back_holds_it_again(
             assert await store.database.write(other.take, seen)
             await other.release()
             with anyio.fail_after(10):
-                while not await held.is_held():  # noqa: ASYNC110 - a heartbeat sets no event
+                while not await held.is_held():
                     await anyio.sleep(0.05)
             third = TrainerLease(store.database, experiment.key, "trainer", ttl_s=30)
             with pytest.raises(LeaseHeldError, match=describe_owner(held.owner)):

@@ -46,7 +46,7 @@ async def test_it_waits_aloud_and_goes_on_when_somebody_annotates(
             async with experiment.train_stream(strategy="grp", follow=True) as stream:
                 states = given_to_wait(experiment, monkeypatch)
                 while REFUSED_ALOUD not in caplog.text:
-                    await anyio.lowlevel.checkpoint()
+                    await anyio.sleep(0.001)
                 assert (await kinds(experiment)).count("ConsumerRegistered") == 1
                 assert stream.resume is None
                 await annotated(experiment, "grp")

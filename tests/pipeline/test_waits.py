@@ -45,7 +45,7 @@ async def spoken(
         tasks.start_soon(wait)
         with anyio.move_on_after(20):
             while not said():
-                await anyio.lowlevel.checkpoint()
+                await anyio.sleep(0.001)
         assert said(), caplog.text
         yield
         tasks.cancel_scope.cancel()
@@ -91,7 +91,7 @@ async def test_who_waits_for_explorers_that_are_gone_says_how_a_run_ends_and_end
             await experiment.finish("all tasks are through")
             with anyio.fail_after(20):
                 while not ended:
-                    await anyio.lowlevel.checkpoint()
+                    await anyio.sleep(0.001)
 
 
 async def test_a_line_spells_out_what_a_terminal_would_obey(
@@ -147,7 +147,7 @@ async def test_a_trainer_takes_a_smaller_step_only_when_nothing_more_can_come(
             await experiment.finish("done")
             with anyio.fail_after(60):
                 while sum(sizes) < 3:
-                    await anyio.lowlevel.checkpoint()
+                    await anyio.sleep(0.001)
     assert sizes == [2, 1]
 
 
@@ -325,7 +325,7 @@ async def test_ranks_say_whose_commit_or_step_they_wait_for(
         async with spoken(caplog, both, *late):
             next_step = f"rank 1 of trainer 'trainer' waits for rank 0 ({HERE}) to hand out"
             while next_step not in caplog.text:
-                await anyio.lowlevel.checkpoint()
+                await anyio.sleep(0.001)
 
 
 async def test_who_ends_says_what_is_left_and_takes_its_presence_back(
