@@ -56,7 +56,7 @@ QUICK_ON_A_SERVER = (
 """Folders and files whose tests run on PostgreSQL in `make test`; of others, in `make check`."""
 
 
-FORKING = ("said_by", "fork_children")
+FORKING = ("CONTEXT", "said_by", "fork_children")
 """Names from `tests.crash.forking`, by which a module forks processes."""
 
 PARSING = ("test_house.py", "test_private_names.py")
@@ -65,7 +65,7 @@ PARSING = ("test_house.py", "test_private_names.py")
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Let `make test` run some cases of each test, and `make check` all."""
-    what = "run N cases of each parametrized test, chosen by the checksums of their names"
+    what = "run N cases of each parametrized test on each database, chosen by their checksums"
     parser.addoption("--cases", type=int, metavar="N", help=what)
 
 
@@ -73,9 +73,11 @@ def pytest_itemcollected(item: pytest.Item) -> None:
     """Count what is tested once more on a server, above the store, among the long tests.
 
     With ``--dist=loadgroup``, one process starts the server, one that from which others fork, one
-    parses all code, and one lets Hypothesis read all modules for numbers and words to try.
+    parses all code, and one lets Hypothesis read all modules for numbers and words to try. Others
+    stay with their file: what it imports late, and what its fixtures make once, is needed once.
     """
-    folder = item.path.relative_to(Path(__file__).parent).parts[0]
+    path = item.path.relative_to(Path(__file__).parent)
+    folder = path.parts[0]
     is_quick = {folder, item.path.name} & set(QUICK_ON_A_SERVER)
     on_a_server = "postgresql" in item.name.partition("[")[2]
     if on_a_server and not is_quick:
@@ -89,6 +91,8 @@ def pytest_itemcollected(item: pytest.Item) -> None:
         item.add_marker(pytest.mark.xdist_group("trees"))
     elif is_hypothesis_test(item.function):
         item.add_marker(pytest.mark.xdist_group("examples"))
+    else:
+        item.add_marker(pytest.mark.xdist_group(str(path)))
 
 
 @pytest.hookimpl(trylast=True)  # when others have left out what is not asked for
@@ -108,13 +112,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def _beyond(most: int, items: list[pytest.Item]) -> set[pytest.Item]:
-    """Return all but ``most`` cases of each parametrized test.
+    """Return all but ``most`` cases of each parametrized test on each database.
 
     Not every so manyth: in a product of parameters these would be all of one value.
     """
-    tests: dict[str, list[pytest.Item]] = {}
+    tests: dict[tuple[str, bool], list[pytest.Item]] = {}
     for item in items:
-        tests.setdefault(item.nodeid.partition("[")[0], []).append(item)
+        name, _, case = item.nodeid.partition("[")
+        tests.setdefault((name, "postgresql" in case), []).append(item)
     by_checksum = [
         sorted(cases, key=lambda case: crc32(case.name.encode())) for cases in tests.values()
     ]
