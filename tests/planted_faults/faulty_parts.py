@@ -72,7 +72,7 @@ def the_cursor_moves_before_its_output(patch: Patch) -> None:
 def a_decision_does_not_ask_who_was_first(patch: Patch) -> None:
     """3: rows that are not waiting any more are decided again."""
 
-    usual = fold._TAKEN
+    usual = fold.TAKEN
 
     class Careless:
         """Delete what is waiting still, and answer as if all of it had been."""
@@ -81,7 +81,7 @@ def a_decision_does_not_ask_who_was_first(patch: Patch) -> None:
             usual.fetch_all(tx, addresses=addresses, **mine)
             return [(address,) for address in addresses]
 
-    patch.setattr(fold, "_TAKEN", Careless())
+    patch.setattr(fold, "TAKEN", Careless())
 
 
 def whoever_decided_commits(patch: Patch) -> None:
@@ -207,12 +207,11 @@ def positions_come_from_a_sequence(patch: Patch) -> None:
         experiment: int,
         said: Sequence[tuple[str, Any]],
         *,
-        now_us: int,
         last: object = None,
     ) -> list[log.Place]:
         placed = [(next(sequence), actor, new) for actor, new in said]
         rows = [
-            (experiment, at, kind_of(new.fact), who, now_us, new.encoded, bytes(32))
+            (experiment, at, kind_of(new.fact), who, now_us(), new.encoded, bytes(32))
             for at, who, new in placed
         ]
         tx.insert_many(tables.event, rows)

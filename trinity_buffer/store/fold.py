@@ -263,7 +263,7 @@ def _decide(tx: Transaction, experiment: int, fact: Decided) -> None:
     _SEE.execute_later(tx, **mine, to=max(seen, cursor), called=max(calls_then, calls))
     if addresses := sorted(set(fact.experiences)):
         # One DELETE that returns its rows: of two processes, only one can get a row.
-        missing = len(addresses) - len(_TAKEN.fetch_all(tx, **mine, addresses=addresses))
+        missing = len(addresses) - len(TAKEN.fetch_all(tx, **mine, addresses=addresses))
         if missing:
             raise CursorConflictError(
                 f"strategy {name!r}: {missing} of {len(addresses)} experiences were decided by "
@@ -280,7 +280,7 @@ _UNSEEN = Statement(
     "FROM experience WHERE experiment = :of AND address >= :start AND address < :end "
     "AND refused IS NULL"
 )
-_TAKEN = Statement(
+TAKEN = Statement(
     "DELETE FROM waiting WHERE experiment = :of AND consumer = :by "
     "AND address IN INTS(:addresses) RETURNING address"
 )
