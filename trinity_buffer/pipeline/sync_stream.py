@@ -94,9 +94,10 @@ class SyncTrainStream(StepStream):
     @override
     def __next__(self) -> TrainStep:
         self._experiment.database.owner.require_same_process()
-        step = self._stream.wait_for_step()
+        step = self._stream.queue.get()
         if step is None:
             raise StopIteration
+        self._stream.note_delivered(step)
         return step
 
     @property

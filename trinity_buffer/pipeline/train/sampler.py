@@ -212,6 +212,9 @@ class StepSampler:
         lease: lease of the trainer, which records rejections.
         loader: loads the trainer's rows.
         expert: the experiment of the expert's rows, if the stream mixes.
+
+    Attributes:
+        annotation_set: name of the set that it reads.
     """
 
     def __init__(
@@ -235,11 +238,11 @@ class StepSampler:
         self._sampling = options.sampling()
         # Each step takes as many groups as the first.
         self._plan = self._sampling.plan(1, options.groups_per_step)
-        self._set = options.annotation_set
+        self.annotation_set = options.annotation_set
         self._num_ready: list[int] = []
         self._dropped: Dropped = {}
         reader = Reader(experiment.key, options.consumer, "", options.consumer)
-        self._ready = [ReadyGroups(self._set, reader, loader.events, 0)]
+        self._ready = [ReadyGroups(self.annotation_set, reader, loader.events, 0)]
         if expert is not None:
             # A trainer of another experiment may have the same name, so the expert's log gets a
             # qualified one.
@@ -283,8 +286,8 @@ class StepSampler:
         expert = "" if len(self._ready) == 1 else " and of its expert's"
         return (
             f"{diagnosis.counted(options.groups_per_step, 'group')} of set "
-            f"{self._set!r}{expert} ({ready} ready): "
-            f"{diagnosis.of_trainer(tx, self._experiment.key, self._set)}"
+            f"{self.annotation_set!r}{expert} ({ready} ready): "
+            f"{diagnosis.of_trainer(tx, self._experiment.key, self.annotation_set)}"
         )
 
     @property
@@ -429,7 +432,7 @@ class StepSampler:
             consumer=options.consumer,
             token=self._lease.token,
             step=step,
-            annotation_set=self._set,
+            annotation_set=self.annotation_set,
             annotations=list(chain.from_iterable(group.annotations for group in taken)),
             experiences=list(chain.from_iterable(group.experiences for group in taken)),
             groups=groups,

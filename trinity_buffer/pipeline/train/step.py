@@ -262,7 +262,8 @@ class StepQueue:
         """Add the next step, or None for the end."""
         self.num_put += step is not None
         self._steps.put(step)
-        self._tell()
+        if self._num_waiting:
+            self._loop.call_soon_threadsafe(self._ring)
 
     def end(self, error: Exception | None = None) -> None:
         """End the queue, by ``error`` if there is one, which the next request raises."""
@@ -278,14 +279,33 @@ class StepQueue:
         Raises:
             Exception: the error passed to `end`.
         """
-        self._ask()
-        return self._received(self._steps.get())
+        # A request that was cancelled while it waited is repeated, not counted twice.
+        self._num_asked = self._num_received + 1
+        if self._num_waiting and self._steps.empty():
+            self._loop.call_soon_threadsafe(self._ring)
+        elif self._num_waiting:
+            # The next step is made in a moment, where the trainer has computed for long: it moves
+            # the step that it takes now to its device, which threads that make another one would
+            # slow down by the interpreter lock.
+            idle_s = time.monotonic() - self._idle_since
+            moment_s = min(MOMENT_S, idle_s / 10)
+            self._loop.call_soon_threadsafe(self._loop.call_later, moment_s, self._ring)
+        step = self._steps.get()
+        if step is not None:
+            self._num_received += 1
+            return step
+        self._steps.put(None)  # the end must be readable again
+        if self._failure is not None:
+            raise self._failure from None
+        return None
 
     async def receive(self) -> TrainStep | None:
         """Return the next step like `get`, without blocking the event loop."""
-        self._ask()
-        await self._until(lambda: not self._steps.empty())
-        return self._received(self._steps.get_nowait())
+        if self._steps.empty():
+            self._num_asked = self._num_received + 1
+            self._ring()
+            await self._until(lambda: not self._steps.empty())
+        return self.get()
 
     def discard(self) -> None:
         """Drop the steps that were not requested."""
@@ -293,23 +313,6 @@ class StepQueue:
             while True:
                 self._steps.get_nowait()
         self.end()
-
-    def _ask(self) -> None:
-        # A request that was cancelled while it waited is repeated, not counted twice.
-        self._num_asked = self._num_received + 1
-        if self._steps.empty():
-            self._tell()
-        elif self._num_waiting:
-            self._loop.call_soon_threadsafe(self._ring_soon)
-
-    def _received(self, step: TrainStep | None) -> TrainStep | None:
-        if step is None:
-            self._steps.put(None)  # the end must be readable again
-            if self._failure is not None:
-                raise self._failure from None
-        else:
-            self._num_received += 1
-        return step
 
     # -- waiting
     # --------------------------------------------------------------------------------------------
@@ -323,19 +326,6 @@ class StepQueue:
                 await self._news.wait()
         finally:
             self._num_waiting -= 1
-
-    def _tell(self) -> None:
-        if self._num_waiting:
-            self._loop.call_soon_threadsafe(self._ring)
-
-    def _ring_soon(self) -> None:
-        """Let the next step be made in a moment, where the trainer has computed for long.
-
-        It moves the step that it takes now to its device, which threads that make another one
-        would slow down by the interpreter lock.
-        """
-        idle_s = time.monotonic() - self._idle_since
-        self._loop.call_later(min(MOMENT_S, idle_s / 10), self._ring)
 
     def _ring(self) -> None:
         self._news.set()
@@ -630,6 +620,7 @@ def environment_of_run(device: str) -> dict[str, Any]:
     return {name: value for name, value in environment.items() if value is not None}
 
 
+@cache
 def flags(device: str) -> dict[str, Flag]:
     """Return the settings that change bits on a device, by the names under which they are recorded.
 

@@ -170,14 +170,14 @@ class TrainStream(CommitDoor[Coroutine[Any, Any, None]]):
         def load(s: ReadSession) -> TrainStep:
             leased = leased_step(s, self.experiment, row)
             rows = self._loader.load_leased(s, leased.manifest, DROP_DAMAGED)
-            step = self._collated(leased.manifest, rows)
-            step.recorded = True
-            return self._chained(step, leased.head)
+            step = self._next_link(leased.manifest, rows)
+            step.recorded, step.log_head = True, (leased.head or b"").hex()
+            return step
 
         return await self._database.read_session(load)
 
-    def _collated(self, lease: BatchLeased, rows: LoadedRows) -> TrainStep:
-        """Return a step with this rank's micro-batches, not yet in the chain."""
+    def _next_link(self, lease: BatchLeased, rows: LoadedRows) -> TrainStep:
+        """Return the next step of the chain, with this rank's micro-batches."""
         options = self.options
         rank, world = options.rank, options.world_size
         step = collate_step(lease, rows, self._mover, self._memory, rank=rank, world=world)
@@ -186,12 +186,7 @@ class TrainStream(CommitDoor[Coroutine[Any, Any, None]]):
                 microbatch.read_zeros = self._read_zeros
             if options.recompute_old_logprob:
                 microbatch.drop("old_logprob")
-        return step
-
-    def _chained(self, step: TrainStep, head: bytes | None) -> TrainStep:
-        """Return the next step with its link of the chain, and the head of the log at its lease."""
-        step.chain = self._chain = chain(self._chain, step.manifest.digest)
-        step.log_head = "" if head is None else head.hex()
+        step.chain = self._chain = chain(self._chain, lease.digest)
         return step
 
     @asynccontextmanager
@@ -210,28 +205,26 @@ class TrainStream(CommitDoor[Coroutine[Any, Any, None]]):
         return self
 
     async def __anext__(self) -> TrainStep:
-        step = self._noted(await self.queue.receive())
+        step = await self.queue.receive()
         if step is None:
             raise StopAsyncIteration
+        self.note_delivered(step)
         return step
-
-    def wait_for_step(self) -> TrainStep | None:
-        """Return the next step, or None at the end; blocks the calling thread."""
-        return self._noted(self.queue.get())
 
     def fail(self, error: Exception) -> None:
         """Raise ``error``, from elsewhere, in the current or next wait for a step."""
         self.queue.end(error)
 
-    def _noted(self, step: TrainStep | None) -> TrainStep | None:
-        """Note that ``step`` was delivered to the trainer."""
-        if step is not None:
-            # As the last heartbeat knew, to spare the trainer a step in vain; a commit asks the
-            # store.
-            if self.lease is not None and self.lease.lost is not None:
-                raise self.lease.lost
-            self._delivered[step.step] = Delivered(step.manifest, step.rows)
-        return step
+    def note_delivered(self, step: TrainStep) -> None:
+        """Note that the trainer has ``step``.
+
+        Raises:
+            LeaseLostError: another process took over.
+        """
+        # As the last heartbeat knew, to spare the trainer a step in vain; a commit asks the store.
+        if self.lease is not None and self.lease.lost is not None:
+            raise self.lease.lost
+        self._delivered[step.step] = Delivered(step.manifest, step.rows)
 
     @override
     async def record(self, step: TrainStep, request: Commit) -> None:
@@ -376,7 +369,7 @@ class LeadingStream(TrainStream):
     async def _next(self) -> bool:
         """Make the next step, and more while they are asked for; return False at the end."""
         session, key, wait = self._database.session, self.experiment.key, None
-        read, name = self._database.read, self.options.annotation_set
+        read, name = self._database.read, self._sampler.annotation_set
         while True:
             await self.presence.seen()
             state = await self._database.changes.state()
@@ -403,52 +396,46 @@ class LeadingStream(TrainStream):
             await wait.changed(state, LOOK_AGAIN_S if finished else math.inf)
 
     def _make(self, s: Session, *, partial_ok: bool) -> tuple[bool, bool]:
-        """Make steps while there is room and there are rows.
+        """Lease steps while there is room and there are rows.
 
         Returns:
             Whether a step was made; if not, whether the experiment is finished.
         """
-        until, made = time.monotonic() + IN_ONE_GO_S, False
-        while self._make_one(s, partial_ok=partial_ok):
+        until, made, sampler = time.monotonic() + IN_ONE_GO_S, False, self._sampler
+        # The reader of a step gets the interpreter lock only once this thread is idle.
+        while not made or (self.queue.has_room() and not sampler.is_through):
+            taken = sampler.take(s, self._next_step, partial_ok=partial_ok)
+            if taken is None:
+                break
             made = True
-            # The reader of the step gets the interpreter lock only once this thread is idle.
-            more = self.queue.has_room() and not self._sampler.is_through
-            if not more or time.monotonic() > until:
+            if self._expert and sampler.lacks_expert and not self._without_expert:
+                self._without_expert = True
+                _logger.warning(
+                    "trainer %r: from step %d on fewer of the expert's groups are mixed in, or "
+                    "none: experiment %r has no more",
+                    self.options.consumer,
+                    self._next_step,
+                    self.options.expert_experiment,
+                )
+            self._next_step += 1
+            # Before the lease: what cannot be collated leaves no leased step behind.
+            step, event = self._next_link(*taken), new_event(taken[0])
+            reached("before-lease")
+            step.log_head = s.write(self._append_lease, event)
+            reached("after-lease")
+            self.queue.put(step)
+            # The next step is read into the memory of these segments, and the trainer's step does
+            # not keep the bytes of the next one alive.
+            del taken, step, event
+            if time.monotonic() > until:
                 break
         return made, not made and s.read(writer_queries.is_finished, self.experiment.key)
 
-    def _make_one(self, s: Session, *, partial_ok: bool) -> bool:
-        """Lease the next step if there are rows for it; return whether there were.
-
-        Its segments are released on return: the next step is read into the same memory, and the
-        trainer's step does not keep the bytes of the next one alive.
-        """
-        taken = self._sampler.take(s, self._next_step, partial_ok=partial_ok)
-        if taken is None:
-            return False
-        if self._expert and self._sampler.lacks_expert and not self._without_expert:
-            self._without_expert = True
-            _logger.warning(
-                "trainer %r: from step %d on fewer of the expert's groups are mixed in, or none: "
-                "experiment %r has no more",
-                self.options.consumer,
-                self._next_step,
-                self.options.expert_experiment,
-            )
-        self._next_step += 1
-        # Before the lease: what cannot be collated leaves no leased step behind.
-        step, event = self._collated(*taken), new_event(taken[0])
-        reached("before-lease")
-
-        def append(tx: Transaction) -> bytes:
-            (place,) = self.lease.append(tx, [event])
-            reached("inside-lease")
-            return place.head
-
-        head = s.write(append)
-        reached("after-lease")
-        self.queue.put(self._chained(step, head))
-        return True
+    def _append_lease(self, tx: Transaction, event: log.NewEvent) -> str:
+        """Record the lease of a step; return the head of the log after it."""
+        (place,) = self.lease.append(tx, [event])
+        reached("inside-lease")
+        return place.head.hex()
 
     # -- reporting
 
