@@ -105,7 +105,7 @@ def columns() -> dict[str, Array]:
 
 def read(found: Mapping[str, Any], *names: str) -> None:
     for name in names or found:
-        require_equal(LazyTensors(found)[name], torch.from_numpy(columns()[name]), name)
+        require_equal(LazyTensors(dict(found))[name], torch.from_numpy(columns()[name]), name)
 
 
 def test_a_column_is_moved_when_it_is_looked_at_and_no_other_is(slow: SlowDevice) -> None:

@@ -24,9 +24,8 @@ from trinity_buffer.inspector.experience import (
     measured,
 )
 from trinity_buffer.inspector.source import Source
-from trinity_buffer.pipeline.annotate.run_rewards import mean_over_runs, rewards_by_run
 from trinity_buffer.pipeline.handle import decoded, require_positions
-from trinity_buffer.pipeline.manifest import plans_of
+from trinity_buffer.pipeline.manifest import plans_of, rewards_by_run
 from trinity_buffer.store import inspection, log, trainer_queries, writer_queries
 from trinity_buffer.store.row_numbers import NO_VERSION, row_numbers
 from trinity_buffer.store.rows import (
@@ -228,7 +227,7 @@ async def _steps(source: Source, trainer: str, rows: Sequence[StepRow]) -> list[
             microbatches=len(lease.microbatches),
             tokens=int(numbers["length"].sum()),
             trained_tokens=int(numbers["trained_tokens"].sum()),
-            reward=mean_over_runs(numbers["reward"], groups, numbers["run"], numbers["step"]),
+            reward=rewards_by_run(numbers["reward"], groups, numbers["run"], numbers["step"]).mean,
             staleness=fmean(lags.tolist()) if len(lags) else None,
             oldest=int(lags.max()) if len(lags) else None,
             checkpoint=row.checkpoint,
@@ -276,8 +275,9 @@ async def blame(source: Source, step: int, *, trainer: str | None = None) -> Ste
     events = await events_with_segments(source, uids, ["annotation"])
     actors = await _actors(source, (position_of(row.address) for row in known if row))
     of_runs = (_groups(lease, read.slots), numbers["run"], numbers["step"])
-    rewards = rewards_by_run(numbers["reward"], *of_runs).tolist()
-    run_rewards = dict(zip(read.slots.tolist(), rewards, strict=True))
+    rewards = rewards_by_run(numbers["reward"], *of_runs)
+    of_rows = rewards.means[rewards.runs].tolist()
+    run_rewards = dict(zip(read.slots.tolist(), of_rows, strict=True))
     parts = [
         (at, plan.rank)
         for at, plan in enumerate(plans_of(lease))

@@ -86,7 +86,7 @@ async def replayed_steps(
             load = partial(loader.load_leased, lease=manifest, remedy=remedy)
             rows = await database.read_session(load)
             # No zeros in their place.
-            if "advantages" in needs and not rows.field("advantages").blocks:
+            if "advantages" in needs and not rows.fields["advantages"].blocks:
                 raise InvalidArgumentError(
                     f"step {manifest.step} was trained on the set {manifest.annotation_set!r}, "
                     "which has no advantages: replay it with an algorithm that computes them in "

@@ -8,9 +8,10 @@ whatever order its rows are.
 from __future__ import annotations
 
 import logging
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from functools import partial
 from itertools import pairwise
 from typing import Any, TypeAlias
 
@@ -30,8 +31,14 @@ from trinity_buffer.pipeline.handle import ExperimentHandle
 from trinity_buffer.pipeline.load import reading
 from trinity_buffer.store import log, writer_queries
 from trinity_buffer.store.connection import Database
-from trinity_buffer.store.rows import ExperienceRow, position_of, slot_of, written_as
-from trinity_buffer.store.transaction import ReadSession, SegmentParts
+from trinity_buffer.store.rows import (
+    MAX_ROWS_PER_EVENT,
+    ExperienceRow,
+    position_of,
+    slot_of,
+    written_as,
+)
+from trinity_buffer.store.transaction import ReadSession
 
 _logger = logging.getLogger(__name__)
 
@@ -194,6 +201,11 @@ class Field:
         return Field(self.number, parts)
 
 
+def no_fields(number: int) -> defaultdict[str, Field]:
+    """Return no fields of ``number`` rows, by name: a field that is looked up is an empty one."""
+    return defaultdict(partial(Field, number))
+
+
 def field_of_values(values: Sequence[Array]) -> Field:
     """Return a field made of one vector per row."""
     ends = np.cumsum([0, *map(len, values)])
@@ -287,7 +299,7 @@ class LoadedRows:
     Attributes:
         facts: columns from the log.
         expert: ``[rows]`` bool, which rows come from an expert's experiment.
-        fields: columns of vectors, views that must not be written to.
+        fields: columns of vectors, views that must not be written to; of other names empty ones.
         multi_modal: name -> tensor with its own memory, for each row.
         unrecorded: if only some rows have log-probabilities, ``usual`` or ``expert`` -> uid of a
             row of that kind without them.
@@ -296,7 +308,7 @@ class LoadedRows:
 
     facts: Facts
     expert: Array
-    fields: Mapping[str, Field]
+    fields: defaultdict[str, Field]
     multi_modal: Sequence[Mapping[str, Tensor]]
     unrecorded: Mapping[str, str] = field(default_factory=dict)
     unscorable: Mapping[str, str] = field(default_factory=dict)
@@ -306,16 +318,12 @@ class LoadedRows:
         places = np.empty(len(order), np.int64)
         places[list(order)] = np.arange(len(order))
         moved: dict[int, Array] = {}  # fields of one segment go on sharing their array of rows
-        fields = {
-            name: Field(
-                len(order),
-                [
-                    replace(block, rows=moved.setdefault(id(block.rows), places[block.rows]))
-                    for block in field.blocks
-                ],
-            )
-            for name, field in self.fields.items()
-        }
+        fields = no_fields(len(order))
+        for name, of in self.fields.items():
+            fields[name].blocks += [
+                replace(block, rows=moved.setdefault(id(block.rows), places[block.rows]))
+                for block in of.blocks
+            ]
         return replace(
             self,
             facts=self.facts.reordered([*order]),
@@ -324,19 +332,15 @@ class LoadedRows:
             multi_modal=[self.multi_modal[row] for row in order],
         )
 
-    def field(self, name: str) -> Field:
-        """Return the column ``name``, which may be empty."""
-        return self.fields.get(name) or Field(len(self.expert))
-
     def planned_lengths(self, layout: str) -> Array:
         """Return the tokens of each row that `plan_microbatches` counts.
 
         Of a stored pair, those of its longer half, or packed of both.
         """
-        if not self.field("chosen").blocks:
+        if not self.fields["chosen"].blocks:
             return self.facts.length
         # Events know only the prompts of pairs.
-        prompts, *halves = (self.field(n).sizes() for n in ("tokens", "chosen", "rejected"))
+        prompts, *halves = (self.fields[n].sizes() for n in ("tokens", "chosen", "rejected"))
         longest, both = np.maximum(*halves) + prompts, sum(halves) + 2 * prompts
         return longest if layout == "padded" else both
 
@@ -374,17 +378,22 @@ class RowLoader:
         """
         number = len(lease.groups)
         if not number:
-            return LoadedRows(Facts.of(0, ()), np.zeros(0, np.bool_), {}, [])
+            return LoadedRows(Facts.of(0, ()), np.zeros(0, np.bool_), no_fields(0), [])
         own, computed = self.ranges(s, lease)
         wanted = _families_of((*own, *computed), (*FAMILIES, *ANNOTATION))
         # Consecutive steps share segments, since a write or an annotation spans several groups.
         missing = {key: of for key, of in wanted.items() if key not in self._segments}
-        parts = reading.read_segments(s, missing, (*FAMILIES, *ANNOTATION)).all_parts()
+        blobs = reading.read_blobs(s, missing, (*FAMILIES, *ANNOTATION))
+        for key in missing:
+            decoded = [decode_segment(blob) for blob in blobs[key].values()]
+            columns = {name: of for segment in decoded for name, of in segment.columns.items()}
+            num_bytes = sum(map(len, blobs[key].values()))
+            self._segments[key] = _Segment(columns, num_bytes, decoded[-1].rows)
         expert = np.array(lease.source or [0] * number) > 0
-        fields, modal = self._gathered(own, computed, missing, parts, number)
+        fields, modal = self._gathered(own, computed, number)
         rows = LoadedRows(Facts.of(number, own), expert, fields, modal)
         unrecorded, unscorable = dict[str, str](), dict[str, str]()
-        recorded = rows.field("logprobs").present()
+        recorded = fields["logprobs"].present()
         # Without any usual row's log-probabilities, the step has no such column at all.
         if (recorded & ~expert).any() and (expert.any() or not recorded.all()):
             for kind, places in (("usual", ~recorded & ~expert), ("expert", expert)):
@@ -486,45 +495,33 @@ class RowLoader:
             # Consecutive addresses are consecutive rows of one segment: an address holds the
             # position in its high bits, so the next event's addresses are far away.
             parts = [
-                (row_ranges, order[a:z], int(column[order[a]]))
+                (row_ranges, order[a:z], divmod(int(column[order[a]]), MAX_ROWS_PER_EVENT))
                 for row_ranges, order, column in zip(ranges, orders, columns, strict=True)
                 for a, z in reading.contiguous_ranges(column[order])
             ]
-            positions = {position_of(address) for _, _, address in parts}
+            positions = {position for _, _, (position, _) in parts}
             events = self.cache_of(s, lease, number).events(s, positions)
-            for row_ranges, rows, address in parts:
-                slots = range(slot_of(address), slot_of(address) + len(rows))
-                row_ranges.append((rows, events[position_of(address)], slots))
+            for row_ranges, rows, (position, slot) in parts:
+                row_ranges.append((rows, events[position], range(slot, slot + len(rows))))
         return ranges
 
     def _gathered(
         self,
         own: Sequence[SlotRange],
         computed: Sequence[SlotRange],
-        missing: Mapping[bytes, set[str]],
-        parts: SegmentParts,
         number: int,
-    ) -> tuple[dict[str, Field], list[dict[str, Tensor]]]:
-        """Return the fields of rows, and other tensors of each; decode ``missing`` segments.
+    ) -> tuple[defaultdict[str, Field], list[dict[str, Tensor]]]:
+        """Return the fields of ``number`` rows, and other tensors of each.
 
         Args:
             own, computed: where the recorded tensors are, and the computed ones.
-            missing: key -> families, of the segments to decode from ``parts``.
             number: number of rows.
         """
-        blobs = reading.blobs_of(parts)
-        for key, families in missing.items():
-            if key not in blobs or not families <= blobs[key].keys():
-                raise errors.DamagedSegmentError(f"segment {key.hex()} is missing: run `verify`")
-            decoded = [decode_segment(blob) for blob in blobs[key].values()]
-            columns = {name: of for segment in decoded for name, of in segment.columns.items()}
-            num_bytes = sum(map(len, blobs[key].values()))
-            self._segments[key] = _Segment(columns, num_bytes, decoded[-1].rows)
         modal: list[dict[str, Tensor]] = [{} for _ in range(number)]
         fields = self._fields(own, modal)
         for name, values in self._fields(computed, modal).items():
             # A strategy's value replaces the recorded one, row by row.
-            recorded = fields[name].without(values.present()).blocks if name in fields else []
+            recorded = fields[name].without(values.present()).blocks
             fields[name] = Field(number, recorded + values.blocks)
         # Only after all columns are taken: this step may use more segments than the budget allows.
         # The next segments are read into the memory this frees: fresh pages cost more than reading.
@@ -536,7 +533,7 @@ class RowLoader:
                 num_bytes -= segment.num_bytes
                 del self._segments[key]
         # Validation lets no row without tokens in, so this is damage rather than a user's mistake.
-        if "tokens" not in fields or not fields["tokens"].present().all():
+        if not fields["tokens"].present().all():
             raise errors.DamagedSegmentError(
                 "an experience of the step has no tokens: run `verify`"
             )
@@ -544,9 +541,9 @@ class RowLoader:
 
     def _fields(
         self, ranges: Sequence[SlotRange], modal: Sequence[dict[str, Tensor]]
-    ) -> dict[str, Field]:
+    ) -> defaultdict[str, Field]:
         """Return the vector columns of rows; other tensors are put into ``modal``."""
-        by_name: dict[str, Field] = {}
+        by_name = no_fields(len(modal))
         for rows, event, slots in ranges:
             if not event.segment:
                 continue
@@ -560,7 +557,7 @@ class RowLoader:
                 elif column.shapes.shape[1] == 1 or column.encoding == "scaled_mask":
                     block = block_of(column, rows, slots)
                 if block is not None:
-                    by_name.setdefault(name, Field(len(modal))).blocks.append(block)
+                    by_name[name].blocks.append(block)
         return by_name
 
 
@@ -615,12 +612,8 @@ async def experiences_of(experiment: ExperimentHandle, manifest: BatchLeased) ->
     def annotate(s: ReadSession) -> None:
         _, ranges = loader.ranges(s, manifest)
         wanted = _families_of(ranges, ANNOTATION)  # rows without a segment keep their own
-        blobs = reading.blobs_of(reading.read_segments(s, wanted, ANNOTATION).all_parts())
+        blobs = reading.read_blobs(s, wanted, ANNOTATION)
         for places, event, slots in ranges:
-            if event.segment and event.segment not in blobs:
-                raise errors.DamagedSegmentError(
-                    f"segment {event.segment.hex()} is missing: run `verify`"
-                )
             if event.segment:
                 own = [ordered[place] for place in places.tolist()]
                 masks = [experience.action_mask for experience in own]

@@ -48,16 +48,6 @@ class StoredSegments(NamedTuple):
     parts: SegmentParts
     absent: dict[bytes, Absence]
 
-    def all_parts(self) -> SegmentParts:
-        """Return the parts.
-
-        Raises:
-            ArchivedSegmentError: one of the segments is absent.
-        """
-        for key, absence in self.absent.items():
-            raise ArchivedSegmentError(f"segment {key.hex()}: {absence.why}")
-        return self.parts
-
 
 def read_segments(s: ReadSession, keys: Iterable[bytes], families: Sequence[str]) -> StoredSegments:
     """Return the parts of segments, from the database or from their archive."""
@@ -97,6 +87,29 @@ def blobs_of(parts: SegmentParts) -> dict[bytes, dict[str, Buffer]]:
     blobs: dict[bytes, dict[str, Buffer]] = {}
     for (key, family), pieces in parts.items():
         blobs.setdefault(key, {})[family] = segments.blob_of(key, family, pieces)
+    return blobs
+
+
+def read_blobs(
+    s: ReadSession, wanted: Mapping[bytes, Collection[str]], families: Sequence[str]
+) -> dict[bytes, dict[str, Buffer]]:
+    """Return key -> family -> blob of segments.
+
+    Args:
+        wanted: key -> those of ``families`` that the segment must have.
+        families: the families to read.
+
+    Raises:
+        ArchivedSegmentError: one of the segments is absent.
+        DamagedSegmentError: a checksum does not hold, or a family is missing.
+    """
+    stored = read_segments(s, wanted, families)
+    for key, absence in stored.absent.items():
+        raise ArchivedSegmentError(f"segment {key.hex()}: {absence.why}")
+    blobs = blobs_of(stored.parts)
+    for key, of_key in wanted.items():
+        if key not in blobs or not blobs[key].keys() >= set(of_key):
+            raise DamagedSegmentError(f"segment {key.hex()} is missing: run `verify`")
     return blobs
 
 

@@ -14,21 +14,19 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import zip_longest
 from threading import Lock
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
-from msgspec import structs
 
 from trinity_buffer.algorithm.layout import BatchLayout, Totals
 from trinity_buffer.codec.blob import mapped
 from trinity_buffer.errors import DamagedSegmentError, InvalidArgumentError, TrainingError
 from trinity_buffer.events import BatchLeased
 from trinity_buffer.limits import sizes
-from trinity_buffer.pipeline.annotate.run_rewards import mean_over_runs
 from trinity_buffer.pipeline.load.columns import (
     Array,
     Block,
@@ -36,8 +34,14 @@ from trinity_buffer.pipeline.load.columns import (
     Field,
     LoadedRows,
     field_of_values,
+    no_fields,
 )
-from trinity_buffer.pipeline.manifest import MicroBatchPlan, plans_of
+from trinity_buffer.pipeline.manifest import (
+    MicroBatchPlan,
+    RunRewards,
+    plans_of,
+    rewards_by_run,
+)
 from trinity_buffer.pipeline.train import microbatch
 from trinity_buffer.pipeline.train.step import TrainStep
 
@@ -91,31 +95,38 @@ def collate_step(
     plans = [plan for plan in plans if plan.rank == rank]
     versions = [v for v in rows.facts.policy_version[~rows.expert] if v is not None]
     step = TrainStep(lease.step, [], lease, b"", recorded=False, policy_versions=versions)
-    step.reward = mean_reward(lease, rows)
+    facts, groups = rows.facts, np.array(lease.groups, np.int64)
+    runs = rewards_by_run(facts.reward, groups, facts.run, facts.step)
+    step.reward = _mean_reward(groups, rows, runs)
     step.rows = sum(plan.stop - plan.start for plan in plans)
     if not lease.groups:
         return step
-    size = 2 if rows.field("chosen").blocks else 1
+    size = 2 if rows.fields["chosen"].blocks else 1
+    rewards = runs.rows if lease.by_run else facts.reward
+    per_row = _per_row(lease, rows, runs)
     if size == 2:
-        rows = _halves(rows)
-        groups = [group for group in lease.groups for _ in range(size)]
-        lease = structs.replace(lease, groups=groups)
+        rows, rewards = _halves(rows), np.full(size * len(groups), np.nan)
+        per_row = {name: column.repeat(size) for name, column in per_row.items()}
         plans = [MicroBatchPlan(size * p.start, size * p.stop, p.width) for p in plans]
     places = Places(rows.facts, plans, padded=lease.layout == "padded")
     responses, recorded = _responses(rows, pairs=size == 2)
-    flat = _columns_of_step(rows, responses, rewards_of(lease, rows), places, memory)
+    if recorded is not None:
+        per_row["logprob_mask"] = recorded
+    flat = _columns_of_step(rows, responses, rewards, places, memory)
     if rows.facts.sampling.any():
         flat |= _temperature(rows, places)
-    per_row = _per_row(lease, rows, recorded, size)
-    trained, totals = rows.facts.trained_tokens, list[Totals]()
+    totals = list[Totals]()
     for of in (slice(None), ~rows.expert, rows.expert):
-        tokens, num_groups = trained[of], len({*per_row["group_index"][of].tolist()})
-        active = int(np.count_nonzero(tokens))
-        totals.append(Totals(int(tokens.sum()), len(tokens), num_groups, active))
+        tokens = rows.facts.trained_tokens[of]
+        num_groups, active = len({*per_row["group_index"][of].tolist()}), np.count_nonzero(tokens)
+        totals.append(Totals(int(tokens.sum()), len(tokens), num_groups, int(active)))
     total, usual, expert = totals
-    normalizer = lease.normalizer
     layout = BatchLayout(
-        total=total, usual=usual, expert=expert, normalizer=normalizer, world_size=world
+        total=total,
+        usual=usual,
+        expert=expert,
+        normalizer=lease.normalizer,
+        world_size=world,
     )
     for part in places.parts:
         tensors = _tensors(flat, per_row, places, part, mover)
@@ -163,13 +174,16 @@ def _tensors(
 
 def _halves(rows: LoadedRows) -> LoadedRows:
     """Return pairs as alternating rows: prompt + chosen, prompt + rejected."""
-    values = [rows.field(name).values() for name in ("tokens", "chosen", "rejected")]
+    values = [rows.fields[name].values() for name in ("tokens", "chosen", "rejected")]
     answers: list[Any] = [
         (prompt, half) for prompt, *both in zip(*values, strict=True) for half in both
     ]
     tokens = [np.concatenate(parts) for parts in answers]
     trained = np.array([len(half) for _, half in answers])
+    masks = [np.ones(number, np.bool_) for number in trained]
     pair_of = np.arange(len(answers)) // 2
+    fields = no_fields(len(answers))
+    fields |= {"tokens": field_of_values(tokens), "action_mask": field_of_values(masks)}
     facts = replace(
         rows.facts.reordered(pair_of),
         reward=np.full(len(answers), np.nan),
@@ -178,12 +192,11 @@ def _halves(rows: LoadedRows) -> LoadedRows:
         trained_tokens=trained,
         sampling=np.full(len(answers), None),
     )
-    masks = [np.ones(number, np.bool_) for number in trained]
     return replace(
         rows,
         facts=facts,
         expert=rows.expert[pair_of],
-        fields={"tokens": field_of_values(tokens), "action_mask": field_of_values(masks)},
+        fields=fields,
         multi_modal=[modal for modal in rows.multi_modal for _ in range(2)],
     )
 
@@ -193,20 +206,20 @@ def _responses(rows: LoadedRows, *, pairs: bool) -> tuple[dict[str, Field], Arra
 
     The latter is None if all or none have.
     """
-    expert, tokens = rows.expert, rows.field("tokens")
-    responses = {name: rows.field(stored) for name, stored in RESPONSES.items()}
+    expert, tokens = rows.expert, rows.fields["tokens"]
+    responses = {name: rows.fields[stored] for name, stored in RESPONSES.items()}
     if expert.any():
         # Log-probabilities of an expert's rows are not the policy's, so they become 0.
         responses = {name: field.without(expert) for name, field in responses.items()}
     for name, stored in OPTIONAL.items():
-        if (optional := rows.field(stored)).present().all():
+        if (optional := rows.fields[stored]).present().all():
             responses[name] = optional
     recorded = responses["rollout_logprob"].present()
     # A mixed step may have only the expert's rows left, whose zeros no loss reads.
     has_logprobs = bool(recorded.any() or expert.all()) and not pairs
     if not has_logprobs:
         del responses["rollout_logprob"]  # zeros would mean probabilities of 1
-    if not rows.field("action_mask").present().all():
+    if not rows.fields["action_mask"].present().all():
         raise InvalidArgumentError(
             "a row of the step has neither an action mask nor a pair of answers: run `verify`"
         )
@@ -217,55 +230,43 @@ def _responses(rows: LoadedRows, *, pairs: bool) -> tuple[dict[str, Field], Arra
     return responses, recorded if has_logprobs and not recorded.all() else None
 
 
-def rewards_of(lease: BatchLeased, rows: LoadedRows) -> Array:
-    """Return the reward of each row; a row without one takes that of the last row of its run."""
-    rewards: Array = rows.facts.reward
-    if not lease.by_run or not np.isnan(rewards).any():
-        return rewards
-    runs = _run_numbers(lease, rows)
-    order = np.lexsort((rows.facts.step, runs))
-    last = np.empty(len(rewards), np.int64)
-    last[runs[order]] = order  # of several rows, the last one stays
-    return np.where(np.isnan(rewards), rewards[last[runs]], rewards)
-
-
-def _run_numbers(lease: BatchLeased, rows: LoadedRows) -> Array:
-    """Return ``[rows]`` int32, a number that is equal for the rows of one run."""
-    keys = (np.array(lease.groups, np.int64) << 32) + rows.facts.run
-    numbers: Array = np.unique(keys, return_inverse=True)[1].astype(np.int32)
-    return numbers
-
-
-def mean_reward(lease: BatchLeased, rows: LoadedRows) -> float | None:
+def _mean_reward(groups: Array, rows: LoadedRows, runs: RunRewards) -> float | None:
     """Return the mean reward of the trainer's own rows of a step, each run once; None: unknown.
 
     The reward of a row with token-level rewards alone is their sum.
+
+    Args:
+        groups: the group of each row.
+        rows: the rows of the step.
+        runs: the rewards of all its runs, without those of tokens.
     """
-    facts = rows.facts
-    rewards = facts.reward.copy()
-    of_tokens, unknown = rows.field("token_level_reward"), np.flatnonzero(np.isnan(rewards))
-    if of_tokens.blocks and len(unknown):
-        values = of_tokens.values()
-        for row in unknown.tolist():
-            value = values[row]
-            if isinstance(value, float):
-                rewards[row] = value * facts.trained_tokens[row]
-            elif value is not None:
-                rewards[row] = value.sum()
+    facts, of_tokens = rows.facts, rows.fields["token_level_reward"]
+    unknown = np.flatnonzero(np.isnan(facts.reward)) if of_tokens.blocks else ()
+    if not (len(unknown) or rows.expert.any()):
+        return runs.mean
+    rewards, values = facts.reward.copy(), of_tokens.values()
+    for row in unknown:
+        value = values[row]
+        if isinstance(value, float):
+            rewards[row] = value * facts.trained_tokens[row]
+        elif value is not None:
+            rewards[row] = value.sum()
     own = np.flatnonzero(~rows.expert)
-    groups = np.array(lease.groups, np.int64)
-    return mean_over_runs(rewards[own], *(of[own] for of in (groups, facts.run, facts.step)))
+    return rewards_by_run(rewards[own], *(of[own] for of in (groups, facts.run, facts.step))).mean
 
 
 def lacking_of(name: str, lease: BatchLeased, rows: LoadedRows) -> list[int]:
     """Return the trainer's own rows of a step without a field.
 
-    Token-level rewards count as a reward, and so does that of `rewards_of`.
+    Token-level rewards count as a reward, and so does that of the last row of a run.
     """
-    is_reward = name == "reward"
-    lacks = ~(rows.field("token_level_reward" if is_reward else name).present() | rows.expert)
+    is_reward, facts = name == "reward", rows.facts
+    lacks = ~(rows.fields["token_level_reward" if is_reward else name].present() | rows.expert)
     if is_reward:
-        lacks &= np.isnan(rewards_of(lease, rows))
+        rewards = facts.reward
+        if lease.by_run:
+            rewards = rewards_by_run(rewards, np.array(lease.groups), facts.run, facts.step).rows
+        lacks &= np.isnan(rewards)
     missing: list[int] = np.flatnonzero(lacks).tolist()
     return missing
 
@@ -291,22 +292,18 @@ def _temperature(rows: LoadedRows, places: Places) -> dict[str, Array]:
     return {"temperature": column}
 
 
-def _per_row(
-    lease: BatchLeased, rows: LoadedRows, recorded: Array | None, size: int
-) -> dict[str, Array]:
+def _per_row(lease: BatchLeased, rows: LoadedRows, runs: RunRewards) -> dict[str, Array]:
     """Return the columns ``[rows]`` that identify each row."""
     number = len(lease.groups)
     columns = {
-        "sample_index": np.arange(number, dtype=np.int32) // np.int32(size),
+        "sample_index": np.arange(number, dtype=np.int32),
         "group_index": np.array(lease.groups, np.int32),
         "step": np.full(number, lease.step, np.int32),
     }
     if lease.sources:
         columns["expert_mask"] = rows.expert.copy()
-    if recorded is not None:
-        columns["logprob_mask"] = recorded
     if lease.by_run:
-        columns["run_index"] = _run_numbers(lease, rows)
+        columns["run_index"] = runs.runs
     return columns
 
 
@@ -428,10 +425,6 @@ class Source:
     finish: Callable[[Array], None] | None = None
     zeros: bool = True
 
-    def is_scaled(self) -> bool:
-        """Return whether some of its values are multiples of the action mask."""
-        return any(block.scaled for block in self.blocks)
-
     def write(self, column: Array, factors: Array | None) -> Iterator[None]:
         """Write a column into uninitialized memory, one block at a time."""
         blocks, area, after_prompt = self.blocks, self.places.area, self.after_prompt
@@ -512,20 +505,18 @@ def _factors(masks: Sequence[Block], places: Places, mask: Array | None = None) 
     return weights
 
 
+@dataclass(slots=True, eq=False)
 class LazyColumns:
     """Columns of the same stored bytes, all made when one of them is first read.
 
-    Args:
-        sources: what they are made of, released afterwards.
-        factors: returns the `_factors` of scaled values.
+    Attributes:
+        inputs: what they are made of, and a function that returns the `_factors` of scaled values;
+            released afterwards.
     """
 
-    def __init__(self, sources: Mapping[str, Source], factors: Callable[[], Array | None]) -> None:
-        # The factors hold the blocks of the mask, which other columns do not need.
-        scaled = any(source.is_scaled() for source in sources.values())
-        self._inputs: tuple[Any, ...] | None = sources, factors if scaled else lambda: None
-        self._made: dict[str, Array] = {}
-        self._lock = Lock()  # threads of a trainer may read at the same time
+    inputs: tuple[Mapping[str, Source], Callable[[], Array | None]] | None
+    _made: dict[str, Array] = field(default_factory=dict, init=False)
+    _lock: Lock = field(default_factory=Lock, init=False)  # threads of a trainer may read at once
 
     def part(self, name: str, part: Part) -> Array:
         """Return a view of one micro-batch of a column, which the caller may change.
@@ -534,7 +525,7 @@ class LazyColumns:
             TrainingError: an earlier attempt was interrupted, and the inputs are gone.
         """
         with self._lock:
-            inputs, self._inputs = self._inputs, None
+            inputs, self.inputs = self.inputs, None
             if inputs is not None:
                 (sources, factors), made = inputs, {}
                 for own, source in sources.items():
@@ -560,7 +551,7 @@ def _columns_of_step(
     memory: microbatch.StepMemory,
 ) -> dict[str, Array | LazyColumn]:
     """Return the flat columns of all micro-batches by name, made or lazy."""
-    tokens, masks = rows.field("tokens").blocks, rows.field("action_mask").blocks
+    tokens, masks = rows.fields["tokens"].blocks, rows.fields["action_mask"].blocks
     text, positions = places.put_text, places.put_positions
     sources = {"input_ids": Source(places, np.int64, deque(tokens), after_prompt=False)}
     if not places.padded:  # one row of positions serves all padded rows
@@ -573,6 +564,7 @@ def _columns_of_step(
     # have none.
     last = np.where(responses[REWARDS].present() | rows.expert, np.nan, rewards)
     sources[REWARDS].finish = partial(places.put_last, last)
+    scaled = {name for name, of in sources.items() if any(block.scaled for block in of.blocks)}
     late, ahead = set(sources), dict[str, Array]()
     factors_later: Callable[[], Array | None] = partial(_factors, masks, places)
     width = sum(np.dtype(source.dtype).itemsize for source in sources.values())
@@ -594,8 +586,7 @@ def _columns_of_step(
         factors = _factors(masks, places, mask)
         _fill(others, sources, factors)
         # Copies, since the memory of the mask and of the segments may change before they are read.
-        scaled = any(sources[name].is_scaled() for name in late)
-        copied = factors.copy() if scaled and factors is not None else None
+        copied = factors.copy() if scaled & late and factors is not None else None
         factors_later = lambda: copied  # noqa: E731 - a function of one value
         for name in late:
             own = sources[name].blocks
@@ -604,6 +595,7 @@ def _columns_of_step(
     together = [name for name in WITH_IDS if name in late]
     for names in (together, *([name] for name in late.difference(together))):
         of = {name: sources[name] for name in names}
-        made = LazyColumns(of, factors_later)
+        # The factors hold the blocks of the mask, which other columns do not need.
+        made = LazyColumns((of, factors_later if scaled & of.keys() else lambda: None))
         flat |= {name: partial(made.part, name) for name in of}
     return {name: flat[name] for name in sources}

@@ -26,70 +26,66 @@ from trinity_buffer.limits import sizes
 from trinity_buffer.pipeline.load.columns import Array
 
 
+@dataclass(slots=True, eq=False)
 class Lazy:
     """A value that is made when it is first read.
 
-    Args:
+    Attributes:
         make: makes the value; released afterwards.
     """
 
-    __slots__ = ("_made", "_make")
-
-    def __init__(self, make: Callable[[], Any]) -> None:
-        self._make: Callable[[], Any] | None = make
-        self._made: list[Any] = []
+    make: Callable[[], Any] | None
+    _made: list[Any] = field(default_factory=list, init=False)
 
     @property
     def value(self) -> Any:
         """The value."""
-        make = self._make
+        make = self.make
         if make is not None:
             # Autograd cannot save tensors that were made in inference mode.
             with torch.inference_mode(False):  # noqa: FBT003 - torch.compile takes no keyword
                 self._made.append(make())
             del self._made[1:]  # threads that race all get the first value
-            self._make = None
+            self.make = None
         return self._made[0]
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class LazyTensors(MutableMapping[str, Any]):
     """Tensors by name, some of which are made when they are first read.
 
-    Args:
+    Attributes:
         held: tensors, lazy values and other values.
     """
 
-    __slots__ = ("_held",)
-
-    def __init__(self, held: Mapping[str, Any]) -> None:
-        self._held = dict(held)
+    held: dict[str, Any]
 
     @override
     def __getitem__(self, name: str) -> Any:
-        value = self._held[name]
+        value = self.held[name]
         if isinstance(value, Lazy):
-            value = self._held[name] = value.value
+            value = self.held[name] = value.value
         return value
 
     @override
     def __setitem__(self, name: str, value: Any) -> None:
-        self._held[name] = value
+        self.held[name] = value
 
     @override
     def __delitem__(self, name: str) -> None:
-        del self._held[name]
+        del self.held[name]
 
     @override
     def __contains__(self, name: object) -> bool:
-        return name in self._held  # without making it
+        return name in self.held  # without making it
 
     @override
     def __iter__(self) -> Iterator[str]:
-        return iter(self._held)
+        return iter(self.held)
 
     @override
     def __len__(self) -> int:
-        return len(self._held)
+        return len(self.held)
 
     @override
     def __reduce__(self) -> tuple[Any, ...]:

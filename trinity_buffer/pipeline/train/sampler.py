@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import chain, compress, pairwise
 from typing import Any, NamedTuple
@@ -54,7 +54,7 @@ from trinity_buffer.pipeline.manifest import (
 from trinity_buffer.pipeline.train.collate import lacking_of
 from trinity_buffer.pipeline.train.options import Dropped, StreamOptions
 from trinity_buffer.store import trainer_queries
-from trinity_buffer.store.rows import StepRow, first_address, position_of, slot_of
+from trinity_buffer.store.rows import MAX_ROWS_PER_EVENT, StepRow, first_address
 from trinity_buffer.store.trainer_queries import Reader, guest_name
 from trinity_buffer.store.transaction import ReadSession, Session, Transaction
 from trinity_buffer.writer import DROPPED, OVERSIZE, invalid
@@ -74,7 +74,8 @@ class ReadyGroup(NamedTuple):
     Attributes:
         key: key of the group: (source, position, number in the event); source 0 is the trainer's
             experiment, 1 the expert's.
-        planned: whether the group was planned (copies and imports are not).
+        planned: whether the trainer's own experiment planned the group (copies and imports are
+            not planned).
         annotations, experiences: log addresses.
         policy_versions: versions of the weights that generated the rows, None if unknown.
     """
@@ -100,6 +101,8 @@ class ReadyGroups:
     Attributes:
         reader: the trainer, as `trainer_queries` know it.
         experiment: key of the experiment that is read.
+        groups: the buffered groups. Nothing puts back what is taken: an error before it is leased
+            ends the stream, and the next one reads it again.
     """
 
     def __init__(self, annotation_set: str, reader: Reader, rows: EventCache, source: int) -> None:
@@ -108,7 +111,7 @@ class ReadyGroups:
         self._set = annotation_set
         self._rows = rows
         self._source = source
-        self._groups: deque[ReadyGroup] = deque()
+        self.groups: deque[ReadyGroup] = deque()
         self._start = 0
         self._at_end = False  # whether the last read reached the end of the store
         self._asked = 0
@@ -124,30 +127,22 @@ class ReadyGroups:
     @property
     def is_through(self) -> bool:
         """Whether the last `fill` fell short because the store had no more groups."""
-        return self._at_end and len(self._groups) < self._asked
+        return self._at_end and len(self.groups) < self._asked
 
     def fill(self, s: ReadSession, number: int) -> int:
         """Read until ``number`` groups are buffered, or all; return the number of buffered ones."""
         self._asked = number
-        while len(self._groups) < number and self._read(s):
+        while len(self.groups) < number and self._read(s):
             pass
-        return len(self._groups)
-
-    def pop(self, number: int) -> list[ReadyGroup]:
-        """Remove and return the first ``number`` buffered groups, or fewer.
-
-        Nothing puts them back: an error before they are leased ends the stream, and the next one
-        reads them again.
-        """
-        return [self._groups.popleft() for _ in range(min(number, len(self._groups)))]
+        return len(self.groups)
 
     def pop_stale(self, min_version: int) -> list[ReadyGroup]:
         """Remove and return the buffered groups with rows of an older policy version."""
         fresh, stale = deque[ReadyGroup](), list[ReadyGroup]()
-        for group in self._groups:
+        for group in self.groups:
             versions = (version for version in group.policy_versions if version is not None)
             (stale if any(version < min_version for version in versions) else fresh).append(group)
-        self._groups = fresh
+        self.groups = fresh
         return stale
 
     def _read(self, s: ReadSession) -> bool:
@@ -168,11 +163,12 @@ class ReadyGroups:
             event for event in map(events.get, positions) if isinstance(event, ExperiencesAnnotated)
         ]
         experiences = [at for event in annotated for at in event.experiences]
-        ranges = [(experiences[a], z - a) for a, z in contiguous_ranges(experiences)]
-        recorded = self._rows.events(s, {position_of(address) for address, _ in ranges})
+        ranges = contiguous_ranges(experiences)
+        places = [(divmod(experiences[a], MAX_ROWS_PER_EVENT), z - a) for a, z in ranges]
+        recorded = self._rows.events(s, {position for (position, _), _ in places})
         all_versions, num_before = list[int | None](), 0
-        for address, number in ranges:
-            of, begin = recorded[position_of(address)], slot_of(address)
+        for (position, begin), number in places:
+            of = recorded[position]
             assert isinstance(of, ExperiencesRecorded)  # no other kind has experiences
             all_versions += of.columns.policy_version[begin : begin + number]
         for position, event in zip(positions, annotated, strict=True):
@@ -185,7 +181,7 @@ class ReadyGroups:
                 number, rows = event.groups[begin], slice(begin, end)
                 group = ReadyGroup(
                     (self._source, position, number),
-                    event.planned[number],
+                    event.planned[number] and not self._source,
                     range(first + begin, first + end),
                     event.experiences[rows],
                     versions[rows],
@@ -196,7 +192,7 @@ class ReadyGroups:
                     columns: list[Any] = [list(compress(column, stay)) for column in group[2:]]
                     group = ReadyGroup(group.key, group.planned, *columns)
                 if group.annotations:
-                    self._groups.append(group)
+                    self.groups.append(group)
         # A short page is the last one, which saves a query that would return nothing.
         self._at_end = num_before < sizes.rows_per_page
         self._start = first_address(positions[-1] + 1)
@@ -341,8 +337,8 @@ class StepSampler:
             places, rows, lost = self._sound_rows(s, lease, every, lost, unfit, drops=True)
             left = sorted({lease.groups[place] for place in places})
             if lost:
-                gone = (group for number, group in enumerate(groups) if number not in left)
-                self._reject(s, lease, lost, planned_groups=_num_planned(gone))
+                gone = sum(g.planned for number, g in enumerate(groups) if number not in left)
+                self._reject(s, lease, lost, planned_groups=gone)
             if places:
                 break
             reasons = set(lost.values()) - {DROPPED}
@@ -362,7 +358,7 @@ class StepSampler:
             rows = rows.reordered(order)
         if lost:  # number the groups without those that are gone
             renumbered = {number: new for new, number in enumerate(left)}
-            planned = _num_planned(groups[number] for number in left)
+            planned = sum(groups[number].planned for number in left)
             # -1: of a row that is left out below.
             numbers = [renumbered.get(number, -1) for number in lease.groups]
             lease = replace(lease, groups=numbers, planned_groups=planned)
@@ -391,8 +387,11 @@ class StepSampler:
         driving = 0 if plan.usual else len(wanted) - 1
         if not whole and not (partial_ok and min(here[driving], wanted[driving])):
             return None
-        popped = (ready.pop(number) for ready, number in zip(self._ready, wanted, strict=True))
-        return list(chain.from_iterable(popped))
+        return [
+            ready.groups.popleft()
+            for ready, number in zip(self._ready, wanted, strict=True)
+            for _ in range(min(number, len(ready.groups)))
+        ]
 
     def _first_uid(self, s: ReadSession, lease: BatchLeased) -> str:
         return self._loader.uids(s, lease, [0])[0]
@@ -411,7 +410,7 @@ class StepSampler:
         # batch.
         tokens = rows.facts.length - rows.facts.prompt_length
         for name in () if self._pairs else ANNOTATED:
-            sizes = rows.field(name).sizes()
+            sizes = rows.fields[name].sizes()
             misfits = np.flatnonzero((sizes >= 0) & (sizes != tokens)).tolist()
             places[name] = [*places.get(name, ()), *misfits]
         lacking: dict[int, list[str]] = {}
@@ -437,7 +436,7 @@ class StepSampler:
             experiences=list(chain.from_iterable(group.experiences for group in taken)),
             groups=groups,
             num_groups=len(taken),
-            planned_groups=_num_planned(taken),
+            planned_groups=sum(group.planned for group in taken),
             layout=options.layout,
             microbatches=[],
             normalizer=None if options.max_tokens is None else float(options.max_tokens),
@@ -635,7 +634,7 @@ def plan_again(
     places, plans = [*readable], plans_of(first)
     if len(rows_by_rank(first)) == world_size and len(places) == len(first.groups):
         return places, plans
-    padded, pairs = first.layout == "padded", bool(rows.field("chosen").blocks)
+    padded, pairs = first.layout == "padded", bool(rows.fields["chosen"].blocks)
     lengths = rows.planned_lengths(first.layout).tolist()
     length_at, largest = dict(zip(places, lengths, strict=True)), 1
     for plan in plans:
@@ -652,8 +651,3 @@ def plan_again(
         by_length=False,  # the order within a group is part of the gradient
     )
     return [places[row] for row in order], plans
-
-
-def _num_planned(groups: Iterable[ReadyGroup]) -> int:
-    """Return how many of ``groups`` the trainer's own experiment planned."""
-    return sum(group.planned and group.key[0] == 0 for group in groups)

@@ -182,7 +182,7 @@ class TrainStream(CommitDoor[Coroutine[Any, Any, None]]):
         rank, world = options.rank, options.world_size
         step = collate_step(lease, rows, self._mover, self._memory, rank=rank, world=world)
         for microbatch in step.microbatches:
-            if not rows.field("advantages").blocks:
+            if not rows.fields["advantages"].blocks:
                 microbatch.read_zeros = self._read_zeros
             if options.recompute_old_logprob:
                 microbatch.drop("old_logprob")
