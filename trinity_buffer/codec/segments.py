@@ -363,12 +363,15 @@ def _read_column(segment: Segment, entry: _ColumnEntry, body: memoryview, used: 
     if dtype not in DTYPES or (encoding != "raw" and ndim):
         raise _damaged(f"column {name!r} has an unknown dtype or encoding")
     raw, end = _region(name, offset, size, body, used)
-    present = None if rows is None else _integers(rows, name)
+    try:
+        present = None if rows is None else np.frombuffer(rows, _U32).astype(np.int64)
+        sizes = np.frombuffer(shapes, _U32).astype(np.int64)
+    except ValueError as error:
+        raise _damaged(f"column {name!r} has no rows or shapes") from error
     count = segment.rows if present is None else len(present)
     is_ascending = present is None or (present[1:] > present[:-1]).all()
     if not is_ascending or (present is not None and count and present[-1] >= segment.rows):
         raise _damaged(f"column {name!r} names rows that do not exist")
-    sizes = _integers(shapes, name)
     if len(sizes) != count * ndim:
         raise _damaged(f"column {name!r} has {len(sizes)} sizes for {count} x {ndim}")
     data = np.frombuffer(raw, np.uint8)
@@ -380,12 +383,6 @@ def _read_column(segment: Segment, entry: _ColumnEntry, body: memoryview, used: 
     if len(set(taken)) < len(taken):
         raise _damaged(f"column {name!r} has a row twice")
     return end
-
-
-def _integers(value: bytes, name: str) -> Integers:
-    if len(value) % 4:
-        raise _damaged(f"column {name!r} has no rows or shapes")
-    return np.frombuffer(value, _U32).astype(np.int64)
 
 
 def _check_size(column: Column, count: int) -> None:

@@ -487,10 +487,10 @@ class RowLoader:
     def ranges(self, s: ReadSession, lease: BatchLeased) -> tuple[list[SlotRange], list[SlotRange]]:
         """Return where the rows of a manifest are recorded, and where their annotations are."""
         ranges: tuple[list[SlotRange], list[SlotRange]] = ([], [])
-        sources = lease.source or [0] * len(lease.groups)
         columns = [np.array(column) for column in (lease.experiences, lease.annotations)]
-        for number in sorted({*sources}):
-            in_step = np.flatnonzero(np.array(sources) == number)
+        sources = np.array(lease.source or np.zeros(len(lease.groups)))
+        for number in sorted({*lease.source}) or [0]:
+            in_step = np.flatnonzero(sources == number)
             orders = [in_step[np.argsort(column[in_step], kind="stable")] for column in columns]
             # Consecutive addresses are consecutive rows of one segment: an address holds the
             # position in its high bits, so the next event's addresses are far away.
@@ -521,7 +521,7 @@ class RowLoader:
         fields = self._fields(own, modal)
         for name, values in self._fields(computed, modal).items():
             # A strategy's value replaces the recorded one, row by row.
-            recorded = fields[name].without(values.present()).blocks
+            recorded = fields[name].without(values.present()).blocks if name in fields else []
             fields[name] = Field(number, recorded + values.blocks)
         # Only after all columns are taken: this step may use more segments than the budget allows.
         # The next segments are read into the memory this frees: fresh pages cost more than reading.
