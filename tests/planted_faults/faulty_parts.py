@@ -31,7 +31,6 @@ from trinity_buffer.store import (
     segments,
     tables,
     trainer_queries,
-    writer_queries,
 )
 from trinity_buffer.store.rows import StepRow
 
@@ -109,14 +108,12 @@ def a_step_is_served_twice(patch: Patch) -> None:
 
 def uncommitted_steps_are_forgotten(patch: Patch) -> None:
     """4: after a crash the stream goes on behind what it had handed out."""
-    usual = trainer_queries.steps_at_start
+    usual = trainer_queries.steps_from_link
 
-    def forgetful(tx: Any, experiment: int, name: str) -> list[StepRow]:
-        row = writer_queries.consumer_row(tx, experiment, name)
-        assert row is not None
-        return [one for one in usual(tx, experiment, name) if one.step <= row.committed_step]
+    def forgetful(tx: Any, experiment: int, name: str, committed: int) -> list[StepRow]:
+        return [one for one in usual(tx, experiment, name, committed) if one.step <= committed]
 
-    patch.setattr(trainer_queries, "steps_at_start", forgetful)
+    patch.setattr(trainer_queries, "steps_from_link", forgetful)
 
 
 def a_resumed_trainer_gets_no_checkpoint(patch: Patch) -> None:

@@ -82,7 +82,7 @@ ASKED_FOR_EACH_BATCH: dict[str, Callable[[Transaction], Any]] = {
         limit=9,
     ),
     "read_at": lambda tx: log.read_at(tx, 1, [4, 5]),
-    "steps_at_start": lambda tx: trainer_queries.steps_at_start(tx, 1, "t"),
+    "steps_from_link": lambda tx: trainer_queries.steps_from_link(tx, 1, "t", 2),
     "a lease": lambda tx: fold_all(tx, 1, [PlacedFact(9, "t", LEASED)]),
     "a commit": lambda tx: fold_all(tx, 1, [PlacedFact(10, "t", COMMITTED)]),
     "a span of deliveries": lambda tx: refold.rows_of(

@@ -7,7 +7,7 @@ import pytest
 from tests.trainer.data import recorded, rollouts
 from tests.trainer.test_elastic_ranks import life
 from trinity_buffer import open_store, verify
-from trinity_buffer.pipeline.train import stream
+from trinity_buffer.pipeline.train import ranks, stream
 from trinity_buffer.pipeline.train.step import Delivered
 
 
@@ -23,7 +23,7 @@ async def test_a_commit_says_how_many_rows_each_rank_took(store_url: str) -> Non
 async def test_verify_finds_a_commit_of_rows_that_no_rank_took(
     sqlite_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(stream, "require_rows", lambda *_: None)
+    monkeypatch.setattr(ranks, "rows_by_rank", lambda _: [2, 2])
     monkeypatch.setattr(stream, "Delivered", lambda manifest, _: Delivered(manifest, 2))
     async with open_store(sqlite_url) as store:
         experiment = await recorded(store, "run", "experience", rollouts())

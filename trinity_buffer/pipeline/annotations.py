@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -34,7 +33,7 @@ def encode_annotations(experiences: Sequence[Experience]) -> bytes:
     aliases = {}
     # As bytes: 0.0 == -0.0, and NaN != NaN.
     advantages, returns = (
-        [(c.dtype, c.shapes.tolist(), _rows(c).tolist(), c.data.tobytes()) for c in columns]
+        [(c.dtype, c.shapes.tolist(), [*c.places], c.data.tobytes()) for c in columns]
         for columns in (
             encoding.columns_of(field, tensors[field]) for field in ("advantages", "returns")
         )
@@ -104,10 +103,6 @@ def _products(scalars: Tensor, weights: Tensor, sizes: Sequence[int]) -> Tensor:
     return scalars.repeat_interleave(torch.tensor(sizes, dtype=torch.int64)) * weights
 
 
-def _rows(column: Column) -> npt.NDArray[np.int64]:
-    return np.arange(len(column.shapes)) if column.rows is None else column.rows
-
-
 def decode_annotations(
     blob: Buffer, slots: Sequence[int] | None, masks: Sequence[Tensor | None]
 ) -> list[dict[str, Tensor | None]]:
@@ -136,7 +131,7 @@ def decode_annotations(
     ]
     for field in ANNOTATED:
         for column in segment.columns.get(field, []):
-            index_of = {row: index for index, row in enumerate(_rows(column).tolist())}
+            index_of = {row: index for index, row in enumerate(column.places)}
             places = [place for place, slot in enumerate(wanted) if slot in index_of]
             indices = [index_of[wanted[place]] for place in places]
             if column.encoding == "scaled_mask":

@@ -155,19 +155,13 @@ _WITH_ROWS = Statement(
 _EMPTY = Statement(f'SELECT count(*) {_OF_TRAINER} AND "rows" = 0')
 
 
-def steps_at_start(tx: Transaction, experiment: int, name: str) -> list[StepRow]:
-    """Return the steps since the last commit on the live line, from which a trainer starts.
-
-    All steps where no commit recorded the chain of its manifests, as in old versions.
-    """
-    live = writer_queries.consumer_row(tx, experiment, name)
-    return steps_from_link(tx, experiment, name, 0 if live is None else live.committed_step)
-
-
 def steps_from_link(
     tx: Transaction, experiment: int, name: str, before: int, *, limit: int = -1
 ) -> list[StepRow]:
-    """Return the steps from the last one up to ``before`` whose link of the chain is recorded."""
+    """Return the steps from the last one up to ``before`` whose link of the chain is recorded.
+
+    All steps where no commit recorded the chain of its manifests, as in old versions.
+    """
     last = _LAST_LINK.value(tx, of=experiment, by=name, before=before)
     return steps(tx, experiment, name, after=int(last or 1) - 1, limit=limit)
 

@@ -407,15 +407,6 @@ class RowLoader:
                     unscorable[self.uids(s, lease, [place])[0]] = options[0]
         return replace(rows, unrecorded=unrecorded, unscorable=unscorable)
 
-    def lengths(self, s: ReadSession, lease: BatchLeased) -> list[int]:
-        """Return the tokens of each row of a manifest from the log; of a pair, one half.
-
-        Raises:
-            CodecError: the body of an event cannot be read.
-        """
-        lengths: list[int] = Facts.of(len(lease.groups), self.ranges(s, lease)[0]).length.tolist()
-        return lengths
-
     def load_leased(self, s: ReadSession, lease: BatchLeased, remedy: str) -> LoadedRows:
         """Return the columns of a leased step, or raise its `refusal`."""
         try:
@@ -570,9 +561,8 @@ def _families_of(ranges: Iterable[SlotRange], families: Collection[str]) -> dict
 def _add_modal(
     modal: Sequence[dict[str, Tensor]], name: str, column: Column, rows: Array, slots: range
 ) -> None:
-    there = range(len(column.shapes)) if column.rows is None else column.rows.tolist()
     width = column.elements.itemsize
-    for index, slot in enumerate(there):
+    for index, slot in enumerate(column.places):
         if slot in slots:
             begin, end = (column.offsets[index : index + 2] * width).tolist()
             # A copy, as a view would keep the whole segment in memory.

@@ -199,10 +199,6 @@ class EventCache:
         self._shrink(len(positions))
         return events
 
-    def held(self, positions: Collection[int]) -> dict[int, WithSegment]:
-        """Return the cached events among ``positions``."""
-        return {at: self._known[at] for at in positions if at in self._known}
-
     def keep(self, events: Mapping[int, WithSegment]) -> None:
         """Add events that were read elsewhere to the cache."""
         for at in events.keys() - self._known.keys():

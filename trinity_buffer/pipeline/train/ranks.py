@@ -29,7 +29,9 @@ from trinity_buffer.limits import sizes
 from trinity_buffer.pipeline.coordination import waiting
 from trinity_buffer.pipeline.coordination.lease import LeaseWatch, TrainerLease, is_dead
 from trinity_buffer.pipeline.handle import ExperimentHandle, decoded
+from trinity_buffer.pipeline.manifest import rows_by_rank
 from trinity_buffer.pipeline.train.options import StreamOptions
+from trinity_buffer.pipeline.train.step import Delivered
 from trinity_buffer.store import leases, log
 from trinity_buffer.store.leases import describe_owner
 from trinity_buffer.store.log import StoredEvent
@@ -128,13 +130,12 @@ class RankSession:
         self.committed = committed
 
     async def all_parts(
-        self, steps: Sequence[int], own: Sequence[list[int]], lease: TrainerLease
+        self, delivered: Sequence[Delivered], lease: TrainerLease
     ) -> list[list[int]]:
-        """Wait until every other rank has recorded that its part of ``steps`` is done.
+        """Wait until every other rank has recorded that its part of the steps is done.
 
         Args:
-            steps: the steps about to be committed, in order.
-            own: number of rows that rank 0 took of each, in a list.
+            delivered: the steps about to be committed, in order.
             lease: lease of the trainer.
 
         Returns:
@@ -143,8 +144,9 @@ class RankSession:
         Raises:
             LeaseLostError: another process took over, or a rank started again, or its process is
                 certainly gone.
+            InvalidArgumentError: a rank took too few or too many rows of a step.
         """
-        others = range(1, self._world)
+        others, steps = range(1, self._world), [of.manifest.step for of in delivered]
         while True:
             state = await self._database.changes.state()
             await self._read()
@@ -160,10 +162,16 @@ class RankSession:
                 raise lease.lost
         self.wait.over()
         self._rows = {key: rows for key, rows in self._rows.items() if key[1] >= steps[0]}
-        return [
-            [*mine, *(self._rows.get((rank, step), 0) for rank in others)]
-            for step, mine in zip(steps, own, strict=True)
-        ]
+        rows = []
+        for step, of in zip(steps, delivered, strict=True):
+            taken = [of.rows, *(self._rows.get((rank, step), 0) for rank in others)]
+            if taken != (dealt := rows_by_rank(of.manifest)):
+                raise InvalidArgumentError(
+                    f"commit of step {step}: its ranks took {taken} rows, they were dealt "
+                    f"{dealt}: start all ranks again, they resume from the last commit"
+                )
+            rows.append(taken)
+        return rows
 
     async def _late(self, ranks: Sequence[int], step: int) -> str:
         """Describe these ranks, which are late with ``step``, and when each was last seen.

@@ -41,7 +41,7 @@ from trinity_buffer.pipeline.annotate.consumer import RECORDED
 from trinity_buffer.pipeline.coordination import diagnosis, waiting
 from trinity_buffer.pipeline.coordination.lease import TrainerLease
 from trinity_buffer.pipeline.handle import ExperimentHandle
-from trinity_buffer.pipeline.load.columns import UNREADABLE, LoadedRows, RowLoader
+from trinity_buffer.pipeline.load.columns import UNREADABLE, Facts, LoadedRows, RowLoader
 from trinity_buffer.pipeline.load.reading import EventCache, contiguous_ranges
 from trinity_buffer.pipeline.manifest import (
     MicroBatchPlan,
@@ -549,7 +549,9 @@ class StepSampler:
         """Return place -> why, of the rows of a step that are too long or dropped by name."""
         limit, why = self._options.max_tokens, dict[int, str]()
         if limit is not None:
-            lengths = self._loader.lengths(s, lease)
+            # Of a pair, events know one half alone.
+            facts = Facts.of(len(lease.groups), self._loader.ranges(s, lease)[0])
+            lengths = facts.length.tolist()
             why = {place: OVERSIZE for place, size in enumerate(lengths) if size > limit}
         if any(self._dropped.values()):
             names, source = ("", *lease.sources), lease.source or [0] * len(lease.groups)

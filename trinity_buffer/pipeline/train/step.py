@@ -43,7 +43,6 @@ from trinity_buffer.events import (
     StepMeasured,
 )
 from trinity_buffer.pipeline.encoding import columns_of
-from trinity_buffer.pipeline.manifest import rows_by_rank
 from trinity_buffer.pipeline.train.microbatch import MicroBatch
 from trinity_buffer.store.segments import SegmentRow, SegmentStore, new_key
 
@@ -475,25 +474,6 @@ class Delivered(NamedTuple):
     manifest: BatchLeased
     rows: int
     measures: StepMeasures | None = None
-
-
-def require_rows(delivered: Sequence[Delivered], by_rank: Sequence[Sequence[int]]) -> None:
-    """Raise unless each rank took the rows of the steps that were assigned to it.
-
-    Args:
-        delivered: the steps about to be committed.
-        by_rank: for each step, the number of rows that each rank reports.
-
-    Raises:
-        InvalidArgumentError: a rank took too few or too many rows of a step.
-    """
-    for (manifest, *_), taken in zip(delivered, by_rank, strict=True):
-        dealt = rows_by_rank(manifest)
-        if taken != dealt:
-            raise InvalidArgumentError(
-                f"commit of step {manifest.step}: its ranks took {taken} rows, they were dealt "
-                f"{dealt}: start all ranks again, they resume from the last commit"
-            )
 
 
 COMMITS_KEPT = 64

@@ -57,7 +57,6 @@ from trinity_buffer.pipeline.train.step import (
     ZeroAdvantages,
     finite,
     measured_event,
-    require_rows,
 )
 from trinity_buffer.pipeline.write.planning import Admission
 from trinity_buffer.store import log, trainer_queries, writer_queries
@@ -149,7 +148,8 @@ class TrainStream(CommitDoor[Coroutine[Any, Any, None]]):
         """Continue after the steps up to ``committed``; return the steps leased since."""
         name, self._committed = self.options.consumer, committed
         # From the first step on, or from the last whose commit recorded the link of the chain.
-        steps = await self._database.read(trainer_queries.steps_at_start, self.experiment.key, name)
+        read, key = self._database.read, self.experiment.key
+        steps = await read(trainer_queries.steps_from_link, key, name, committed)
         done = [row for row in steps if row.step <= committed]
         self._chain = FIRST_LINK
         for row in done:
@@ -483,8 +483,7 @@ class LeadingStream(TrainStream):
         name, steps = self.options.consumer, [of.manifest.step for of in delivered]
         rows = [[of.rows] for of in delivered]
         if self.options.world_size > 1:
-            rows = await self._ranks.all_parts(steps, rows, self.lease)
-            require_rows(delivered, rows)
+            rows = await self._ranks.all_parts(delivered, self.lease)
         checkpoint, published, skipped = request.checkpoint, request.policy, request.skipped
         known = dict(request.digests)  # checkpoint and policy may share files
         digests = [
