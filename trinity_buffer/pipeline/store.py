@@ -413,7 +413,7 @@ class Store:
         """
         if problem_of_text(name):
             require_name("an experiment's name", name)
-        key, stored, names = await self.database.read(_find, name)
+        key, stored, names = await self.database.read(writer_queries.experiment_called, name)
         if key is None:  # older versions accepted any text
             require_name("an experiment's name", name)
         if key is not None and stored is not None and (config is None or self.database.read_only):
@@ -437,15 +437,6 @@ class Store:
         change = partial(_create_or_change, name=name, wanted=wanted, fresh=fresh, created=created)
         its_key, current = await self.database.write(change, actor=actor)
         return Experiment(self, its_key, name, current)
-
-
-def _find(
-    tx: Transaction, name: str
-) -> tuple[int | None, tuple[dict[str, Any], bool] | None, dict[str, int]]:
-    """Return an experiment's key and configuration, or the existing names if it is unknown."""
-    key = log.find_experiment(tx, name)
-    stored = None if key is None else writer_queries.config_of(tx, key)
-    return key, stored, log.experiment_names(tx) if key is None else {}
 
 
 def _create_or_change(

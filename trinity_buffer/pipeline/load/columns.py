@@ -359,11 +359,12 @@ class RowLoader:
 
     Attributes:
         events: event cache of the experiment of the manifests.
+        others: those of other experiments, whose rows are mixed in, by name.
     """
 
     def __init__(self, events: reading.EventCache) -> None:
         self.events = events
-        self._others: dict[str, reading.EventCache] = {}
+        self.others: dict[str, reading.EventCache] = {}
         # From the least to the most recently used.
         self._segments: OrderedDict[bytes, _Segment] = OrderedDict()
 
@@ -466,14 +467,14 @@ class RowLoader:
         if not source:
             return self.events
         name = lease.sources[source - 1]
-        if name not in self._others:
+        if name not in self.others:
             key = s.read(log.find_experiment, name)
             if key is None:
                 raise errors.UnknownExperimentError(
                     f"a step trains on rows of experiment {name!r}, which is not in this store"
                 )
-            self._others[name] = reading.EventCache(key, name)
-        return self._others[name]
+            self.others[name] = reading.EventCache(key, name)
+        return self.others[name]
 
     def ranges(self, s: ReadSession, lease: BatchLeased) -> tuple[list[SlotRange], list[SlotRange]]:
         """Return where the rows of a manifest are recorded, and where their annotations are."""

@@ -244,7 +244,7 @@ class StepSampler:
             # qualified one.
             guest = guest_name(experiment.name, options.consumer)
             reader = Reader(experiment.key, options.consumer, expert.name, guest)
-            rows = EventCache(expert.key, expert.name)
+            rows = loader.others[expert.name] = EventCache(expert.key, expert.name)
             self._ready.append(ReadyGroups(RECORDED, reader, rows, 1))
 
     def start(self, s: Session, dropped: Dropped, steps: Sequence[StepRow]) -> list[StepRow]:

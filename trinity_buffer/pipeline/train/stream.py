@@ -670,12 +670,7 @@ async def _expert_of(
             f"expert_experiment={name!r} is the trainer's own: its rows are not an expert's"
         )
 
-    def find(tx: Transaction) -> tuple[int | None, Any, dict[str, int]]:
-        key = log.find_experiment(tx, name)
-        stored = None if key is None else writer_queries.config_of(tx, key)
-        return key, stored, log.experiment_names(tx)
-
-    key, stored, known = await experiment.database.read(find)
+    key, stored, known = await experiment.database.read(writer_queries.experiment_called, name)
     if key is None or stored is None:
         raise UnknownExperimentError(
             f"expert_experiment={name!r} is not in this store; it holds {', '.join(known)}"
