@@ -19,7 +19,13 @@ from typing_extensions import override
 from trinity_buffer.algorithm.arguments import refuse_unknown
 from trinity_buffer.codec.objects import new_event
 from trinity_buffer.errors import InvalidArgumentError, UnknownExperimentError
-from trinity_buffer.events import BatchLeased, PolicyPublished, StepsCommitted, TrainerRewound
+from trinity_buffer.events import (
+    BatchLeased,
+    NewEvent,
+    PolicyPublished,
+    StepsCommitted,
+    TrainerRewound,
+)
 from trinity_buffer.faultpoints import reached
 from trinity_buffer.options import option_types
 from trinity_buffer.pipeline.annotate.consumer import RECORDED, StrategyConsumer, recorder
@@ -59,7 +65,7 @@ from trinity_buffer.pipeline.train.step import (
     measured_event,
 )
 from trinity_buffer.pipeline.write.planning import Admission
-from trinity_buffer.store import log, trainer_queries, writer_queries
+from trinity_buffer.store import trainer_queries, writer_queries
 from trinity_buffer.store.rows import StepRow
 from trinity_buffer.store.segments import SegmentRow
 from trinity_buffer.store.transaction import ReadSession, Session, Transaction
@@ -431,7 +437,7 @@ class LeadingStream(TrainStream):
                 break
         return made, not made and s.read(writer_queries.is_finished, self.experiment.key)
 
-    def _append_lease(self, tx: Transaction, event: log.NewEvent) -> str:
+    def _append_lease(self, tx: Transaction, event: NewEvent) -> str:
         """Record the lease of a step; return the head of the log after it."""
         (place,) = self.lease.append(tx, [event])
         reached("inside-lease")
