@@ -25,7 +25,8 @@ from trinity_buffer.inspector.experience import (
 )
 from trinity_buffer.inspector.source import Source
 from trinity_buffer.pipeline.handle import decoded, require_positions
-from trinity_buffer.pipeline.manifest import plans_of, rewards_by_run
+from trinity_buffer.pipeline.load.reading import rewards_by_run
+from trinity_buffer.pipeline.manifest import plans_of
 from trinity_buffer.store import inspection, log, trainer_queries, writer_queries
 from trinity_buffer.store.row_numbers import NO_VERSION, row_numbers
 from trinity_buffer.store.rows import (

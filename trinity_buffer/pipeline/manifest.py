@@ -12,12 +12,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import reduce
 from heapq import heappop, heappush
-from statistics import fmean
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import msgspec
-import numpy as np
-import numpy.typing as npt
 from msgspec.structs import replace
 
 from trinity_buffer.errors import CodecError
@@ -105,58 +102,6 @@ def repartitioned(
         microbatches=[[*plan] for plan in microbatches],
     )
     return replace(changed, digest=manifest_digest(changed))
-
-
-Floats = npt.NDArray[np.float64]
-Integers = npt.NDArray[Any]
-
-
-class RunRewards(NamedTuple):
-    """Rewards of rows and of their runs.
-
-    Attributes:
-        runs: ``[rows]``, the number of each row's run, in the order of groups and runs.
-        rows: ``[rows]``, their rewards; a row without one has that of the last row of its run.
-        means: ``[runs]``, the mean over the rows of each run, NaN if none has a reward.
-    """
-
-    runs: Integers
-    rows: Floats
-    means: Floats
-
-    @property
-    def mean(self) -> float | None:
-        """The mean over the runs that have a reward, however many rows each has; None: none has."""
-        known = self.means[~np.isnan(self.means)]
-        return fmean(known.tolist()) if len(known) else None
-
-
-def rewards_by_run(
-    rewards: Floats, groups: Integers, runs: Integers, steps: Integers
-) -> RunRewards:
-    """Return the rewards of rows and of their runs.
-
-    Args:
-        rewards: of each row, NaN where it has none.
-        groups, runs: the two numbers that only the rows of one run have in common.
-        steps: of each row within its run.
-    """
-    keys = (groups.astype(np.int64) << 32) + runs
-    if (keys[1:] > keys[:-1]).all():  # as usual, each row is a run, and they are in order
-        return RunRewards(np.arange(len(keys), dtype=np.int32), rewards, rewards)
-    order = np.lexsort((steps, keys))
-    ordered, begins = rewards[order], np.diff(keys[order], prepend=-1) != 0
-    ordered_runs = np.cumsum(begins) - 1
-    if (unknown := np.isnan(ordered)).any():
-        last = ordered[np.append(np.flatnonzero(begins)[1:], len(order)) - 1]
-        ordered = np.where(unknown, last[ordered_runs], ordered)
-        unknown = np.isnan(ordered)
-    counts = np.bincount(ordered_runs, ~unknown)
-    sums = np.bincount(ordered_runs, np.where(unknown, 0, ordered))
-    means = np.divide(sums, counts, np.full(len(counts), np.nan), where=counts > 0)
-    runs_of_rows, rewards_of_rows = np.empty(len(order), np.int32), np.empty(len(order))
-    runs_of_rows[order], rewards_of_rows[order] = ordered_runs, ordered
-    return RunRewards(runs_of_rows, rewards_of_rows, means)
 
 
 class LeasedStep(NamedTuple):

@@ -36,12 +36,8 @@ from trinity_buffer.pipeline.load.columns import (
     field_of_values,
     no_fields,
 )
-from trinity_buffer.pipeline.manifest import (
-    MicroBatchPlan,
-    RunRewards,
-    plans_of,
-    rewards_by_run,
-)
+from trinity_buffer.pipeline.load.reading import RunRewards, rewards_by_run
+from trinity_buffer.pipeline.manifest import MicroBatchPlan, plans_of
 from trinity_buffer.pipeline.train import microbatch
 from trinity_buffer.pipeline.train.step import TrainStep
 
