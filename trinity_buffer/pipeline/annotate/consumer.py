@@ -67,17 +67,13 @@ class Standby:
     """Tells when the process that decides in our place has decided all that is stored.
 
     Attributes:
-        experiment: the experiment whose log is read.
-        name: name of the annotation set.
-        reader: reads undecided units when their number matters.
+        reader: of the set; reads undecided units when their number matters.
         stored, recorded: head and last experience at the first check; -1: there was none yet.
         cursor: of the holder, at the last check.
         due: when undecided units are read next.
         pause_s: how long after that again.
     """
 
-    experiment: ExperimentHandle
-    name: str
     reader: UnitReader
     stored: int = -1
     recorded: int = -1
@@ -91,19 +87,20 @@ class Standby:
         Reading undecided units is expensive: it happens only when the holder's cursor has passed
         the last experience, or has stopped moving.
         """
+        experiment = self.reader.experiment
 
         def load(tx: Transaction) -> tuple[ConsumerRow, bool]:
-            of = tx, self.experiment.key
+            of = tx, experiment.key
             if self.stored < 0:
                 self.stored, self.recorded = log.head(*of), writer_queries.last_recorded(*of)
-            row = writer_queries.consumer_row(*of, self.name)
+            row = writer_queries.consumer_row(*of, self.reader.name)
             assert row is not None  # registered before
             is_done = row.cursor >= self.recorded and not writer_queries.waiting_addresses(
-                *of, self.name, after=-1, up_to=self.recorded, limit=1
+                *of, self.reader.name, after=-1, up_to=self.recorded, limit=1
             )
             return row, is_done
 
-        row, is_done = await self.experiment.database.read(load)
+        row, is_done = await experiment.database.read(load)
         if is_done:
             return True
         now = time.monotonic()
@@ -269,13 +266,11 @@ class StrategyConsumer:
 
     async def _register(self) -> None:
         """Register the set, or continue the one that has this name and configuration."""
-        event = new_event(
-            ConsumerRegistered(consumer=self.name, kind="strategy", config=self.config)
-        )
         database, key = self.experiment.database, self.experiment.key
         row = await database.read(writer_queries.consumer_row, key, self.name)
         if row is None:
-            row = await database.write(writer_queries.registered, key, self.name, event)
+            fact = ConsumerRegistered(consumer=self.name, kind="strategy", config=self.config)
+            row = await database.write(writer_queries.registered, key, self.name, new_event(fact))
         if row.kind != "strategy":
             raise errors.ConflictingStrategyError(
                 f"{self.name!r} is a {row.kind} of experiment {self.experiment.name!r}: give the "
@@ -311,7 +306,7 @@ class StrategyConsumer:
                     return
                 continue
             if not follow:
-                other = other or Standby(self.experiment, self.name, self._reader)
+                other = other or Standby(self._reader)
                 if await other.is_over():
                     return
             self._presence.waiting_for = self._lease.holder_text()

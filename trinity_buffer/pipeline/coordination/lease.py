@@ -72,7 +72,10 @@ Held: TypeAlias = tuple[str, int, int] | None
 
 @dataclass(slots=True)
 class LeaseWatch:
-    """Judges, by the monotonic clock of who watches, whether the holder of a lease fell silent.
+    """Judges, by the monotonic clock of who watches, whether a lease can be taken.
+
+    A lease that we have not seen renewed for ``ttl_s`` can. Clocks of other machines, or one that
+    was moved, take no lease from anybody who lives.
 
     Attributes:
         ttl_s: how long a lease lives that is not renewed.
@@ -87,11 +90,13 @@ class LeaseWatch:
     looked: float = field(default_factory=time.monotonic)
     renewed: bool = False
 
-    def is_silent(self, held: Held) -> bool:
-        """Return whether the lease was ``held`` just so for at least its time to live.
+    def is_free(self, held: Held) -> bool:
+        """Return whether nobody who lives has the lease: its holder is gone, or fell silent.
 
         While nobody could look, as with a server that was away, its holder could not renew it.
         """
+        if held is None or is_dead(held[0]):
+            return True
         now = time.monotonic()
         if held != self.seen:
             self.renewed = self.seen is not None
@@ -136,15 +141,6 @@ class Lease:
 
     def __post_init__(self) -> None:
         self._watch = LeaseWatch(self.ttl_s)
-
-    def is_free(self, held: Held) -> bool:
-        """Return whether nobody who lives has it, as far as we have seen.
-
-        Silence is judged by our own monotonic clock: a lease that we have not seen renewed for our
-        ``ttl_s``. Clocks of other machines, or one that was moved, take no lease from anybody who
-        lives.
-        """
-        return held is None or is_dead(held[0]) or self._watch.is_silent(held)
 
     def take(self, tx: Transaction, seen: Held) -> bool:
         """Take the lease if it is as it was ``seen``, or ours; return whether it was."""
@@ -205,7 +201,7 @@ class StrategyLease(Lease):
             held = await self.database.read(leases.holder, self.experiment, self.consumer)
             if held is not None and held[0] == self.owner:
                 self.is_held, self.token = True, held[1]
-            elif held is None or self.is_free(held):
+            elif held is None or self._watch.is_free(held):
                 self._took = True  # also if we are cancelled while it is being taken
                 self.is_held = await self.database.write(self.take, held)
                 if self.is_held and self.held_by is not None:
@@ -306,7 +302,7 @@ class TrainerLease(Lease):
             held = await self.database.read(leases.holder, self.experiment, self.consumer)
             who = "another process" if held is None else describe_owner(held[0])
             has_expired = held is not None and held[2] <= now_us()
-            free = self.is_free(held) or (has_expired and not wait)
+            free = self._watch.is_free(held) or (has_expired and not wait)
             if free and await self.database.write(self.take, held):
                 return
             if not wait:

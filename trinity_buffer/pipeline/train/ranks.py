@@ -27,7 +27,7 @@ from trinity_buffer.events import (
 )
 from trinity_buffer.limits import sizes
 from trinity_buffer.pipeline.coordination import waiting
-from trinity_buffer.pipeline.coordination.lease import LeaseWatch, TrainerLease, is_dead
+from trinity_buffer.pipeline.coordination.lease import LeaseWatch, TrainerLease
 from trinity_buffer.pipeline.handle import ExperimentHandle, decoded
 from trinity_buffer.pipeline.manifest import rows_by_rank
 from trinity_buffer.pipeline.train.options import StreamOptions
@@ -250,7 +250,7 @@ class RankSession:
         # Lease before log: rank 0 releases the lease only after its last event, so a lease that is
         # gone means that the log is complete.
         held = await self._database.read(leases.holder, self._experiment.key, self._name)
-        is_gone = held is None or is_dead(held[0]) or self._watch.is_silent(held)
+        is_gone = self._watch.is_free(held)
         await self._read()
         if self.ended is not None:
             return
