@@ -11,7 +11,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import wraps
 from importlib import import_module
 from importlib.metadata import entry_points
@@ -60,8 +60,25 @@ def declared_arguments(cls: type) -> dict[str, inspect.Parameter]:
     return accepted
 
 
+Rule = tuple[Callable[[Any], bool], str]
+"""What holds of an argument, and in words what it must do."""
+
+POSITIVE: Rule = (lambda value: value > 0, "be positive")
+NOT_NEGATIVE: Rule = (lambda value: value >= 0, "not be negative")
+SHARE: Rule = (lambda value: 0 <= value <= 1, "lie between 0 and 1")
+UP_TO_1: Rule = (lambda value: 0 < value <= 1, "be in (0, 1]")
+
+
+def checked(default: Any, rule: Rule, **options: Any) -> Any:
+    """Return a dataclass field of a `Configured` whose value must keep ``rule``, or be None."""
+    return field(default=default, metadata={"rule": rule}, **options)
+
+
+@dataclass(eq=False)
 class Configured:
     """A part that is configured by the arguments of its constructor.
+
+    As a dataclass it refuses those that break the rules of its fields, see `checked`.
 
     Class attributes:
         runtime_args: arguments that a run supplies, not a configuration.
@@ -74,6 +91,18 @@ class Configured:
     tuned: ClassVar[Mapping[str, Any]] = {}
     reference_args: ClassVar[Mapping[str, Any]] = {}
     none_is_unset: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        """Refuse options that cannot be right.
+
+        Raises:
+            InvalidArgumentError: names one.
+        """
+        for option in fields(self):
+            value = getattr(self, option.name)
+            if value is not None and "rule" in option.metadata:
+                is_valid, words = option.metadata["rule"]
+                require(is_valid(value), option.name, value, words)
 
     @classmethod
     def default_args(cls) -> dict[str, Any]:

@@ -27,7 +27,7 @@ from typing import Any, ClassVar, Literal, NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from trinity_buffer.algorithm.arguments import configured, one_of, require
+from trinity_buffer.algorithm import arguments
 from trinity_buffer.errors import InvalidArgumentError
 
 Rewards = NDArray[np.float64]
@@ -166,11 +166,11 @@ def check_baseline(kind: str, tau: float) -> None:
     Raises:
         InvalidArgumentError: an unknown kind, or a temperature that is not positive.
     """
-    one_of("opmd_baseline", kind, ("mean", "logavgexp"))
-    require(tau > 0, "tau", tau, "be positive")
+    arguments.one_of("opmd_baseline", kind, ("mean", "logavgexp"))
+    arguments.require(tau > 0, "tau", tau, "be positive")
 
 
-class Deviation:
+class Deviation(arguments.Configured):
     """Scores by the deviation of a group, for a class that says which.
 
     Attributes:
@@ -181,10 +181,6 @@ class Deviation:
     ddof: int
     std_floor: float
     single_member: SingleMember = "raw"
-
-    def __post_init__(self) -> None:
-        require(self.epsilon >= 0, "epsilon", self.epsilon, "not be negative")
-        require(self.std_floor >= 0, "std_floor", self.std_floor, "not be negative")
 
     def moments(
         self, rewards: Sequence[float] | Rewards, weights: Rewards | None = None
@@ -209,7 +205,7 @@ class Deviation:
         return scaled(rewards - mean[..., np.newaxis], std[..., np.newaxis], self.epsilon)
 
 
-@configured
+@arguments.configured
 class DeviationOptions(Deviation):
     """The options of a deviation, for a class that takes them beside arguments of its own.
 
@@ -221,9 +217,9 @@ class DeviationOptions(Deviation):
     """
 
     _: KW_ONLY
-    epsilon: float = 1e-6
+    epsilon: float = arguments.checked(1e-6, arguments.NOT_NEGATIVE)
     ddof: Literal[0, 1] = 1
-    std_floor: float = RELATIVE_FLOOR
+    std_floor: float = arguments.checked(RELATIVE_FLOOR, arguments.NOT_NEGATIVE)
     single_member: SingleMember = "raw"
 
 
@@ -237,7 +233,7 @@ class NormalizedScores(DeviationOptions):
         return ScoredGroups(scores=scores, metrics={"reward_mean": mean, "reward_std": std})
 
 
-@configured
+@arguments.configured
 class CountsOver:
     """The choice of what counts, for a class that takes it beside arguments of its own.
 

@@ -23,7 +23,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from trinity_buffer.algorithm import functional
-from trinity_buffer.algorithm.arguments import Configured, Registry, require
+from trinity_buffer.algorithm.arguments import POSITIVE, Configured, Registry, checked
 from trinity_buffer.algorithm.layout import BatchLayout
 from trinity_buffer.errors import InvalidArgumentError
 
@@ -109,10 +109,7 @@ class _Capped(ImportanceCorrection):
         cap: positive.
     """
 
-    cap: float = 2.0
-
-    def __post_init__(self) -> None:
-        require(self.cap > 0.0, "cap", self.cap, "be positive")
+    cap: float = checked(2.0, POSITIVE)
 
 
 @IMPORTANCE_CORRECTION.register_module("token_tis")
@@ -162,6 +159,7 @@ class IcePop(ImportanceCorrection):
     low: float = 0.5
     high: float = 5.0
 
+    @override
     def __post_init__(self) -> None:
         if not 0.0 <= self.low < self.high:
             raise InvalidArgumentError(

@@ -298,7 +298,7 @@ class GRPOAddStrategy(group_scores.NormalizedScores, RewardStrategy):
         "over": "rows",
     }
 
-    epsilon: float = 1e-6
+    epsilon: float = arguments.checked(1e-6, arguments.NOT_NEGATIVE)
     _: KW_ONLY
     std_threshold: float | None = None
 
@@ -332,6 +332,7 @@ class OPMDAddStrategy(RewardStrategy):
     opmd_baseline: str = "mean"
     tau: float = 1.0
 
+    @override
     def __post_init__(self) -> None:
         group_scores.check_baseline(self.opmd_baseline, self.tau)
 

@@ -16,7 +16,7 @@ from typing_extensions import override
 from trinity_buffer.algorithm import group_scores
 from trinity_buffer.algorithm.add_strategy import add_strategy
 from trinity_buffer.algorithm.annotating import reward_of, runs_of, share_rewards
-from trinity_buffer.algorithm.arguments import configured, require
+from trinity_buffer.algorithm.arguments import checked, configured, require
 from trinity_buffer.algorithm.group_scores import CountsOver, Rewards, ScoredGroups
 from trinity_buffer.experience import Experience, group_by
 
@@ -116,12 +116,9 @@ class BestOfGroupAddStrategy(add_strategy.RewardFilter):
         kwargs: of `RewardFilter`. Over runs, a run is kept by the mean reward of its rows.
     """
 
-    num_kept: int = 1
+    num_kept: int = checked(1, (lambda value: value >= 1, "be at least 1"))
     _: KW_ONLY
     min_reward: float | None = None
-
-    def __post_init__(self) -> None:
-        require(self.num_kept >= 1, "num_kept", self.num_kept, "be at least 1")
 
     @override
     def score_groups(self, rewards: Rewards) -> ScoredGroups:
@@ -159,6 +156,7 @@ class OverlongPenaltyAddStrategy(add_strategy.AddStrategy):
     _: KW_ONLY
     penalty: float = 1.0
 
+    @override
     def __post_init__(self) -> None:
         rule = f"lie between 1 and max_length={self.max_length}"
         is_part = 0 < self.cache_length <= self.max_length

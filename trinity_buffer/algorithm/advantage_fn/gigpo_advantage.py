@@ -13,7 +13,7 @@ from typing_extensions import override
 from trinity_buffer.algorithm import annotating, group_scores
 from trinity_buffer.algorithm.advantage_fn.advantage_fn import ADVANTAGE_FN, PipelineAdvantage
 from trinity_buffer.algorithm.annotating import Problem, StepsByRun
-from trinity_buffer.algorithm.arguments import configured
+from trinity_buffer.algorithm.arguments import NOT_NEGATIVE, checked, configured
 from trinity_buffer.algorithm.group_scores import Unit
 from trinity_buffer.experience import Experience
 from trinity_buffer.metrics import gather_metrics
@@ -56,14 +56,14 @@ class GiGPOAdvantageFn(group_scores.Deviation, PipelineAdvantage):
     omega: float = 1.0
     gamma: float = 1.0
     fnorm: Literal["none", "std"] = "none"
-    epsilon: float = 1e-6
+    epsilon: float = checked(1e-6, NOT_NEGATIVE)
     step_reward_key: str = "step_reward"
     env_state_hash_key: str = "env_state_hash"
     _: KW_ONLY
     missing_reward: Literal["refuse", "zero"] = "refuse"
     anchor_scope: Literal["task", "batch"] = "task"
     ddof: Literal[0, 1] = 1
-    std_floor: float = group_scores.RELATIVE_FLOOR
+    std_floor: float = checked(group_scores.RELATIVE_FLOOR, NOT_NEGATIVE)
 
     @classmethod
     @override

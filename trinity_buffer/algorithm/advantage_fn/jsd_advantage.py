@@ -13,7 +13,7 @@ from typing_extensions import override
 from trinity_buffer.algorithm.advantage_fn.advantage_fn import ADVANTAGE_FN, TrainerAdvantage
 from trinity_buffer.algorithm.advantage_fn.rows import Result, Rows
 from trinity_buffer.algorithm.advantage_fn.token_scores import row_statistics, row_sums
-from trinity_buffer.algorithm.arguments import configured, require
+from trinity_buffer.algorithm.arguments import POSITIVE, SHARE, checked, configured
 
 LOG_RATIO_LIMIT = 20.0
 """Log-ratios are cut here before ``exp``: e^20 is far beyond any useful weight, and finite."""
@@ -85,17 +85,12 @@ class JSDAdvantage(TrainerAdvantage):
     reads_rewards = False
     reference_args = {"estimator": "log_ratio"}
 
-    lambda_coef: float = 0.5
+    lambda_coef: float = checked(0.5, SHARE)
     kl_coef: float = 1.0
-    temperature: float = 1.0
+    temperature: float = checked(1.0, POSITIVE)
     chunk_size: int | None = None
     _: KW_ONLY
     estimator: Literal["gradient", "log_ratio"] = "gradient"
-
-    def __post_init__(self) -> None:
-        weight = self.lambda_coef
-        require(0 <= weight <= 1, "lambda_coef", weight, "lie between 0 and 1")
-        require(self.temperature > 0, "temperature", self.temperature, "be positive")
 
     @override
     def compute(self, rows: Rows) -> Result:

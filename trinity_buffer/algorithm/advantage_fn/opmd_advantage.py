@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import field
 
+from typing_extensions import override
+
 from trinity_buffer.algorithm.advantage_fn import advantage_fn
 from trinity_buffer.algorithm.arguments import configured
 from trinity_buffer.algorithm.group_scores import Rewards, ScoredGroups, baseline, check_baseline
@@ -35,6 +37,7 @@ class OPMDGroupAdvantage(_LessBaseline, advantage_fn.RewardAdvantage):
 
     reference_args = {"over": "rows"}
 
+    @override
     def __post_init__(self) -> None:
         check_baseline(self.opmd_baseline, self.tau)
 
@@ -56,6 +59,7 @@ class OPMDAdvantageFn(_LessBaseline, advantage_fn.GroupScoredAdvantage):
 
     check_early: bool = field(default=True, kw_only=True)
 
+    @override
     def __post_init__(self) -> None:
         # The reference finds a wrong baseline only in a group that needs one.
         if self.check_early:

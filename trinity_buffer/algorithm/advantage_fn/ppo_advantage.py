@@ -9,7 +9,7 @@ from typing_extensions import override
 from trinity_buffer.algorithm.advantage_fn.advantage_fn import ADVANTAGE_FN, TrainerAdvantage
 from trinity_buffer.algorithm.advantage_fn.rows import Result, Rows
 from trinity_buffer.algorithm.advantage_fn.token_scores import generalized_advantages, whitened
-from trinity_buffer.algorithm.arguments import configured, require
+from trinity_buffer.algorithm.arguments import SHARE, checked, configured
 from trinity_buffer.algorithm.functional import masked_whiten
 from trinity_buffer.algorithm.group_scores import CountsOver, Over
 
@@ -28,13 +28,10 @@ class WhitenedAdvantage(CountsOver, TrainerAdvantage):
 
     reference_args = {"mask_aware": False, "over": "rows"}
 
-    gamma: float = 1.0
+    gamma: float = checked(1.0, SHARE)
     _: KW_ONLY
     mask_aware: bool = True
     over: Over = "runs"
-
-    def __post_init__(self) -> None:
-        require(0 <= self.gamma <= 1, "gamma", self.gamma, "lie between 0 and 1")
 
 
 @ADVANTAGE_FN.register_module("ppo")
@@ -53,12 +50,7 @@ class PPOAdvantageFn(WhitenedAdvantage):
 
     tensors = ("values",)
 
-    lam: float = 1.0
-
-    @override
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require(0 <= self.lam <= 1, "lam", self.lam, "lie between 0 and 1")
+    lam: float = checked(1.0, SHARE)
 
     @override
     def compute(self, rows: Rows) -> Result:

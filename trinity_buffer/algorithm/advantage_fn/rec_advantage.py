@@ -13,7 +13,7 @@ from typing_extensions import override
 from trinity_buffer.algorithm import group_scores
 from trinity_buffer.algorithm.advantage_fn.advantage_fn import ADVANTAGE_FN, GroupAdvantage
 from trinity_buffer.algorithm.annotating import annotate, annotate_group, reward_of, runs_of
-from trinity_buffer.algorithm.arguments import configured
+from trinity_buffer.algorithm.arguments import NOT_NEGATIVE, checked, configured
 from trinity_buffer.algorithm.group_scores import Rewards, RewardScorer, ScoredGroups
 from trinity_buffer.experience import Experience
 
@@ -37,11 +37,11 @@ class RECGroupedAdvantage(group_scores.Deviation, GroupAdvantage):
     reference_args = {"std_floor": 0.0, "over": "rows"}
     ddof = 0
 
-    epsilon: float = 1e-6
+    epsilon: float = checked(1e-6, NOT_NEGATIVE)
     std_normalize: bool = False
     drop: Literal["balance", None] = None
     _: KW_ONLY
-    std_floor: float = group_scores.RELATIVE_FLOOR
+    std_floor: float = checked(group_scores.RELATIVE_FLOOR, NOT_NEGATIVE)
     seed: int | None = 0
 
     @override

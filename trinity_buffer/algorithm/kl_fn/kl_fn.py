@@ -17,7 +17,7 @@ from typing_extensions import override
 
 from trinity_buffer.algorithm import functional
 from trinity_buffer.algorithm.advantage_fn.rows import as_mapping
-from trinity_buffer.algorithm.arguments import Configured, Registry, require
+from trinity_buffer.algorithm.arguments import POSITIVE, Configured, Registry, checked
 from trinity_buffer.algorithm.functional import LOG_RATIO_LIMIT, Metrics
 from trinity_buffer.algorithm.layout import BatchLayout
 from trinity_buffer.errors import InvalidArgumentError
@@ -57,14 +57,14 @@ class KLFn(Configured, ABC):
 
     adaptive: bool = False
     kl_coef: float = 0.001
-    target_kl: float | None = None
-    horizon: float | None = None
+    target_kl: float | None = checked(None, POSITIVE)
+    horizon: float | None = checked(None, POSITIVE)
 
+    @override
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.adaptive and (self.target_kl is None or self.horizon is None):
             raise InvalidArgumentError("an adaptive KL coefficient needs target_kl and horizon")
-        for name, value in {"target_kl": self.target_kl, "horizon": self.horizon}.items():
-            require(value is None or value > 0, name, value, "be above 0")
 
     @abstractmethod
     def calculate_kl(

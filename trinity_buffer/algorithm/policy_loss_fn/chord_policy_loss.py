@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from trinity_buffer.algorithm.arguments import require
+from trinity_buffer.algorithm.arguments import UP_TO_1, checked
 from trinity_buffer.algorithm.functional import bounded_exp
 from trinity_buffer.algorithm.layout import BatchLayout
 from trinity_buffer.algorithm.policy_loss_fn import policy_loss_fn
@@ -47,13 +47,7 @@ class SFTPhiLossFn(policy_loss_fn.LikelihoodLossFn):
 
     loss_name = "sft_phi_loss"
 
-    cutoff_prob: float = 1.0
-
-    @override
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        is_share = 0.0 < self.cutoff_prob <= 1.0
-        require(is_share, "cutoff_prob", self.cutoff_prob, "be in (0, 1]")
+    cutoff_prob: float = checked(1.0, UP_TO_1)
 
     @override
     def terms(self, logprob: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ from dataclasses import KW_ONLY, dataclass
 from torch import Tensor
 from typing_extensions import override
 
-from trinity_buffer.algorithm.arguments import require
+from trinity_buffer.algorithm.arguments import POSITIVE, checked
 from trinity_buffer.algorithm.functional import Metrics, aggregation_mode, mask_of_rows
 from trinity_buffer.algorithm.layout import BatchLayout
 from trinity_buffer.algorithm.policy_loss_fn import policy_loss_fn
@@ -52,7 +52,7 @@ class TwoKindsLossFn(policy_loss_fn.PolicyLossFn):
     clip_range_high: float | None = None
     use_dynamic_bsz: bool | None = None
     ppo_mini_batch_size: int = 1
-    ppo_micro_batch_size_per_gpu: int = 1
+    ppo_micro_batch_size_per_gpu: int = checked(1, POSITIVE)
     ngpus_trainer: int = 1
     train_batch_size_usual: int = 1
     train_batch_size_expert: int = 1
@@ -79,8 +79,6 @@ class TwoKindsLossFn(policy_loss_fn.PolicyLossFn):
                     f"{name} ({batch}) must be at least ngpus_trainer ({self.ngpus_trainer}), "
                     "and that positive"
                 )
-        size = self.ppo_micro_batch_size_per_gpu
-        require(size >= 1, "ppo_micro_batch_size_per_gpu", size, "be positive")
 
     def parts(
         self,

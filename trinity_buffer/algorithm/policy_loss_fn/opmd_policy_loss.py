@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from torch import Tensor
 from typing_extensions import override
 
-from trinity_buffer.algorithm.arguments import require
+from trinity_buffer.algorithm.arguments import checked
 from trinity_buffer.algorithm.functional import keep
 from trinity_buffer.algorithm.layout import BatchLayout
 from trinity_buffer.algorithm.policy_loss_fn import policy_loss_fn
@@ -26,12 +26,7 @@ class OPMDPolicyLossFn(policy_loss_fn.AggregatedLossFn):
 
     loss_name = "opmd_loss"
 
-    tau: float = 1.0
-
-    @override
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require(self.tau > -1.0, "tau", self.tau, "be greater than -1")
+    tau: float = checked(1.0, (lambda value: value > -1, "be greater than -1"))
 
     @override
     def __call__(

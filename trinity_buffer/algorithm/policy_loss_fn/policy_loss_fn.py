@@ -103,12 +103,14 @@ class PolicyLossFn(Configured, ABC):
             cls.__call__, named, any(p.kind is p.VAR_KEYWORD for p in parameters)
         )
 
+    @override
     def __post_init__(self) -> None:
         """Refuse options that cannot be right.
 
         Raises:
             UnknownNameError: an unknown backend.
         """
+        super().__post_init__()
         if self.backend not in BACKEND_NAMES:
             raise UnknownNameError(
                 f"no backend {self.backend!r}{did_you_mean(self.backend, BACKEND_NAMES)} "

@@ -9,7 +9,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from trinity_buffer.algorithm import functional
-from trinity_buffer.algorithm.arguments import require
+from trinity_buffer.algorithm.arguments import checked
 from trinity_buffer.algorithm.functional import Metrics, Tokens
 from trinity_buffer.algorithm.policy_loss_fn.policy_loss_fn import POLICY_LOSS_FN, ClippedLossFn
 
@@ -35,16 +35,10 @@ class PPOPolicyLossFn(ClippedLossFn):
 
     row_metrics = ("seq_mask/mean_sequence_kl",)
 
-    clip_ratio_c: float = 3.0
+    clip_ratio_c: float = checked(3.0, (lambda value: value > 1, "be greater than 1"))
     enable_sequence_masking: bool = False
     delta_sequence_masking: float = 0.1
     fallback_to_policy_gradient: bool = False
-
-    @override
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        is_bound = self.clip_ratio_c > 1.0
-        require(is_bound, "clip_ratio_c", self.clip_ratio_c, "be greater than 1")
 
     @override
     def terms(self, tokens: Tokens) -> tuple[Tensor, Metrics]:

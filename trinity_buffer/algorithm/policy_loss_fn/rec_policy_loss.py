@@ -9,7 +9,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from trinity_buffer.algorithm import functional
-from trinity_buffer.algorithm.arguments import one_of, require
+from trinity_buffer.algorithm.arguments import NOT_NEGATIVE, POSITIVE, UP_TO_1, checked, one_of
 from trinity_buffer.algorithm.functional import Metrics, Tokens
 from trinity_buffer.algorithm.policy_loss_fn.policy_loss_fn import POLICY_LOSS_FN, TokenLossFn
 
@@ -50,15 +50,15 @@ class RECPolicyLossFn(TokenLossFn):
 
     tuned = {"epsilon_low_prime": 0.6, "epsilon_high_prime": 2.0}
 
-    epsilon_low: float = 0.2
-    epsilon_high: float = 0.2
-    epsilon_low_prime: float = 0.4
-    epsilon_high_prime: float = 0.4
+    epsilon_low: float = checked(0.2, UP_TO_1)
+    epsilon_high: float = checked(0.2, POSITIVE)
+    epsilon_low_prime: float = checked(0.4, UP_TO_1)
+    epsilon_high_prime: float = checked(0.4, POSITIVE)
     clip_mode: str = "none"
     weight: str = "none"
     regularizer: str = "none"
-    regularizer_coef: float = 0.0
-    temp: float = 1.0
+    regularizer_coef: float = checked(0.0, NOT_NEGATIVE)
+    temp: float = checked(1.0, POSITIVE)
     loss_agg_mode: str | None = field(default=None, kw_only=True)
 
     @override
@@ -66,15 +66,6 @@ class RECPolicyLossFn(TokenLossFn):
         one_of("clip_mode", self.clip_mode, CLIP_MODES)
         one_of("weight", self.weight, WEIGHTS)
         one_of("regularizer", self.regularizer, REGULARIZERS)
-        for name, (is_valid, rule) in {
-            "epsilon_low": (0.0 < self.epsilon_low <= 1.0, "be in (0, 1]"),
-            "epsilon_high": (self.epsilon_high > 0.0, "be positive"),
-            "epsilon_low_prime": (0.0 < self.epsilon_low_prime <= 1.0, "be in (0, 1]"),
-            "epsilon_high_prime": (self.epsilon_high_prime > 0.0, "be positive"),
-            "regularizer_coef": (self.regularizer_coef >= 0.0, "be at least 0"),
-            "temp": (self.temp > 0.0, "be positive"),
-        }.items():
-            require(is_valid, name, getattr(self, name), rule)
         by_sequence = self.clip_mode == "gspo-one-side"
         default = "seq-mean-token-mean" if by_sequence else "token-mean"
         self.loss_agg_mode = functional.aggregation_mode(self.loss_agg_mode, default)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from torch import Tensor
 from typing_extensions import override
 
-from trinity_buffer.algorithm.arguments import require
+from trinity_buffer.algorithm.arguments import NOT_NEGATIVE, checked
 from trinity_buffer.algorithm.functional import Metrics, Tokens, bounded_exp, inside
 from trinity_buffer.algorithm.policy_loss_fn.policy_loss_fn import POLICY_LOSS_FN, TokenLossFn
 
@@ -23,12 +23,7 @@ class sPPOPolicyLossFn(TokenLossFn):  # noqa: N801 - the documented name
         loss_agg_mode: see `aggregate_loss`.
     """
 
-    epsilon: float = 0.3
-
-    @override
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require(self.epsilon >= 0.0, "epsilon", self.epsilon, "not be negative")
+    epsilon: float = checked(0.3, NOT_NEGATIVE)
 
     @override
     def terms(self, tokens: Tokens) -> tuple[Tensor, Metrics]:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from typing_extensions import override
 
-from trinity_buffer.algorithm.arguments import configured, require
+from trinity_buffer.algorithm.arguments import SHARE, checked, configured
 from trinity_buffer.algorithm.sample_strategy import sample_strategy
 from trinity_buffer.errors import InvalidArgumentError
 from trinity_buffer.experience import CustomField, Experience
@@ -41,12 +41,8 @@ class MixSampleStrategy(sample_strategy.SampleStrategy):
 
     _: KW_ONLY
     expert_reader: sample_strategy.SampleReader | None = None
-    expert_data_ratio: float = 0.5
+    expert_data_ratio: float = checked(0.5, SHARE)
     sft_dataset_name: str = "sft_dataset"
-
-    def __post_init__(self) -> None:
-        share = self.expert_data_ratio
-        require(0 <= share <= 1, "expert_data_ratio", share, "lie between 0 and 1")
 
     @override
     def plan(self, step: int, size: int) -> sample_strategy.SamplePlan:

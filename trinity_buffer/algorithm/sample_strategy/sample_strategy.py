@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass, field
+from dataclasses import KW_ONLY, dataclass
 from typing import Any, ClassVar, Protocol
 
 from typing_extensions import override
@@ -130,11 +130,7 @@ class StalenessControlSampleStrategy(DefaultSampleStrategy):
         kwargs: the arguments of `SampleStrategy`.
     """
 
-    max_staleness: float = field(default=math.inf, kw_only=True)
-
-    def __post_init__(self) -> None:
-        staleness = self.max_staleness = float(self.max_staleness)
-        arguments.require(staleness >= 0, "max_staleness", staleness, "not be negative")
+    max_staleness: float = arguments.checked(math.inf, arguments.NOT_NEGATIVE, kw_only=True)
 
     @override
     def plan(self, step: int, size: int) -> SamplePlan:
