@@ -216,8 +216,8 @@ class DeviationOptions(Deviation):
         single_member: ``"raw"`` scores the reward of a group of one, ``"zero"`` scores nothing.
     """
 
-    _: KW_ONLY
     epsilon: float = arguments.checked(1e-6, arguments.NOT_NEGATIVE)
+    _: KW_ONLY
     ddof: Literal[0, 1] = 1
     std_floor: float = arguments.checked(RELATIVE_FLOOR, arguments.NOT_NEGATIVE)
     single_member: SingleMember = "raw"

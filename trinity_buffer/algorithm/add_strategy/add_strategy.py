@@ -298,9 +298,7 @@ class GRPOAddStrategy(group_scores.NormalizedScores, RewardStrategy):
         "over": "rows",
     }
 
-    epsilon: float = arguments.checked(1e-6, arguments.NOT_NEGATIVE)
-    _: KW_ONLY
-    std_threshold: float | None = None
+    std_threshold: float | None = field(default=None, kw_only=True)
 
     @override
     def score_groups(self, rewards: Rewards, weights: Rewards | None = None) -> ScoredGroups:

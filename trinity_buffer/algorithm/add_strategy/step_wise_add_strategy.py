@@ -10,7 +10,7 @@ from typing_extensions import override
 
 from trinity_buffer.algorithm import annotating
 from trinity_buffer.algorithm.add_strategy.add_strategy import ADD_STRATEGY, AddStrategy
-from trinity_buffer.algorithm.arguments import NOT_NEGATIVE, checked, configured
+from trinity_buffer.algorithm.arguments import configured
 from trinity_buffer.experience import Experience
 
 
@@ -34,7 +34,6 @@ class StepWiseGRPOStrategy(annotating.LastStepScores, AddStrategy):
     families: ClassVar[tuple[str, ...]] = ("light",)
     reference_args: ClassVar[Mapping[str, Any]] = {"on_unknown": "ignore", "std_floor": 0.0}
 
-    epsilon: float = checked(1e-6, NOT_NEGATIVE)
     enable_step_norm: bool = False
     _: KW_ONLY
     last_step: Literal["list", "step"] = "list"

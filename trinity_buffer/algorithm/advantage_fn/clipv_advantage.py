@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor
 from typing_extensions import override
 
 from trinity_buffer.algorithm.advantage_fn import token_scores
@@ -44,26 +43,19 @@ class ClipVAdvantageFn(GRPOAdvantageFn):
         excess = rows["necs"] - token_scores.entropy_change(rows["old_logprob"], rows["entropy"])
         count, _, variance = rows.moments(excess)
         std = variance.sqrt()
-        far = (
-            rows.mask
-            & (excess.to(std.dtype) > self.mu * std)
-            & (std >= token_scores.NEGLIGIBLE_STD)
-        )
+        is_far = (excess.to(std.dtype) > self.mu * std) & (std >= token_scores.NEGLIGIBLE_STD)
+        far = rows.mask & is_far
         dropped = far & (advantages <= 0)
         limit = max(int(self.max_frac * float(count)), 1)
         if float(rows.total(dropped.sum().to(torch.float64))) > self.max_frac * float(count):
             # Tokens without an advantage do not count against the limit: dropping them changes
             # nothing.
-            dropped = (far & (advantages == 0)) | _largest(excess, far & (advantages < 0), limit)
+            negative = far & (advantages < 0)
+            largest = torch.zeros_like(negative).flatten()
+            # topk fails when it is asked for more than there are.
+            number = min(limit, int(negative.sum()))
+            ranked = excess.where(negative, -torch.inf).flatten()
+            largest[ranked.topk(number).indices] = True
+            dropped = (far & (advantages == 0)) | largest.view_as(far)
         metrics = token_scores.clipped_fractions(dropped, advantages, rows)
         return Result(advantages, advantages.clone(), metrics | {"stdD": std}, rows.mask & ~dropped)
-
-
-def _largest(values: Tensor, among: Tensor, limit: int) -> Tensor:
-    """Return which of ``among`` are the ``limit`` largest, as a mask."""
-    chosen = torch.zeros_like(among).flatten()
-    ranked = values.where(among, -torch.inf).flatten()
-    # topk fails when it is asked for more than there are.
-    number = min(limit, int(among.sum()))
-    chosen[ranked.topk(number).indices] = True
-    return chosen.view_as(among)

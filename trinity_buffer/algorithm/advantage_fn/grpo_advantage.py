@@ -13,7 +13,7 @@ from typing_extensions import override
 
 from trinity_buffer.algorithm import annotating, group_scores
 from trinity_buffer.algorithm.advantage_fn import advantage_fn
-from trinity_buffer.algorithm.arguments import NOT_NEGATIVE, checked, configured
+from trinity_buffer.algorithm.arguments import configured
 from trinity_buffer.algorithm.copies import copy_group
 from trinity_buffer.algorithm.group_scores import Rewards, Unit
 from trinity_buffer.experience import Experience
@@ -45,7 +45,6 @@ class GRPOGroupedAdvantage(group_scores.DeviationOptions, advantage_fn.GroupAdva
 
     reference_args = {"rank_scores": "raw", "std_floor": 0.0, "over": "rows"}
 
-    epsilon: float = checked(1e-6, NOT_NEGATIVE)
     std_threshold: float | None = None
     duplicate_experiences: bool = False
     rank_penalty: float | None = None
@@ -149,5 +148,3 @@ class GRPOAdvantageFn(group_scores.NormalizedScores, advantage_fn.GroupScoredAdv
     """
 
     reference_args = {"std_floor": 0.0, "over": "rows"}
-
-    epsilon: float = checked(1e-6, NOT_NEGATIVE)

@@ -10,7 +10,7 @@ from typing_extensions import override
 from trinity_buffer.algorithm import annotating
 from trinity_buffer.algorithm.advantage_fn.advantage_fn import ADVANTAGE_FN, PipelineAdvantage
 from trinity_buffer.algorithm.annotating import LastStepScores, Problem
-from trinity_buffer.algorithm.arguments import NOT_NEGATIVE, checked, configured
+from trinity_buffer.algorithm.arguments import configured
 from trinity_buffer.algorithm.group_scores import Unit
 from trinity_buffer.experience import Experience
 
@@ -32,7 +32,6 @@ class StepWiseGRPOAdvantageFn(LastStepScores, PipelineAdvantage):
 
     reference_args = {"on_unknown": "ignore", "std_floor": 0.0}
 
-    epsilon: float = checked(1e-6, NOT_NEGATIVE)
     enable_step_norm: bool = False
     std_cal_level: Unit = "group"
     std_threshold: float | None = None

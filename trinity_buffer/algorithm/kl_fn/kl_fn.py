@@ -185,67 +185,71 @@ class DummyKLFn(KLFn):
         return batch, {}
 
 
+class _OfRatio(KLFn):
+    """A function of ``logprob - ref_logprob`` alone."""
+
+    @abstractmethod
+    def of_ratio(self, log_ratio: Tensor) -> Tensor:
+        """Return the divergence of each token."""
+
+    @override
+    def calculate_kl(
+        self, logprob: Tensor, ref_logprob: Tensor, old_logprob: Tensor | None = None
+    ) -> Tensor:
+        """Return that of the log-ratio."""
+        return self.of_ratio(logprob - ref_logprob)
+
+
 @KL_FN.register_module("k1")
-class K1Fn(KLFn):
+class K1Fn(_OfRatio):
     """``logprob - ref_logprob``: unbiased, of any sign; as a loss its gradient is 0 on average."""
 
     @override
-    def calculate_kl(
-        self, logprob: Tensor, ref_logprob: Tensor, old_logprob: Tensor | None = None
-    ) -> Tensor:
+    def of_ratio(self, log_ratio: Tensor) -> Tensor:
         """Return the log-ratio."""
-        return logprob - ref_logprob
+        return log_ratio
 
 
 @KL_FN.register_module("k2")
-class K2Fn(KLFn):
+class K2Fn(_OfRatio):
     """``(logprob - ref_logprob)^2 / 2``: its gradient is that of the KL divergence on average."""
 
     @override
-    def calculate_kl(
-        self, logprob: Tensor, ref_logprob: Tensor, old_logprob: Tensor | None = None
-    ) -> Tensor:
+    def of_ratio(self, log_ratio: Tensor) -> Tensor:
         """Return half the squared log-ratio."""
-        return 0.5 * (logprob - ref_logprob).square()
+        return 0.5 * log_ratio.square()
 
 
 @KL_FN.register_module("k3")
-class K3Fn(KLFn):
+class K3Fn(_OfRatio):
     """``exp(x) - 1 - x`` with ``x = ref_logprob - logprob``: unbiased and never negative (GRPO)."""
 
     @override
-    def calculate_kl(
-        self, logprob: Tensor, ref_logprob: Tensor, old_logprob: Tensor | None = None
-    ) -> Tensor:
+    def of_ratio(self, log_ratio: Tensor) -> Tensor:
         """Return k3, without a limit to the exponent."""
-        log_ratio = ref_logprob - logprob
-        return functional.bounded_exp(log_ratio) - 1.0 - log_ratio
+        return functional.bounded_exp(-log_ratio) - 1.0 + log_ratio
 
 
 @KL_FN.register_module("low_var_kl")
-class LowVarKLFn(KLFn):
+class LowVarKLFn(_OfRatio):
     """k3 with a log-ratio cut to ± 20 and a result cut to ± 10."""
 
     @override
-    def calculate_kl(
-        self, logprob: Tensor, ref_logprob: Tensor, old_logprob: Tensor | None = None
-    ) -> Tensor:
+    def of_ratio(self, log_ratio: Tensor) -> Tensor:
         """Return the limited k3."""
-        log_ratio = (ref_logprob - logprob).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+        limited = (-log_ratio).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
         # k3 grows as exp: without the second cut a single token outweighs the loss.
-        return (log_ratio.exp() - log_ratio - 1.0).clamp(-10.0, 10.0)
+        return (limited.exp() - limited - 1.0).clamp(-10.0, 10.0)
 
 
 @KL_FN.register_module("abs")
-class AbsFn(KLFn):
+class AbsFn(_OfRatio):
     """``|logprob - ref_logprob|``: no divergence, a distance."""
 
     @override
-    def calculate_kl(
-        self, logprob: Tensor, ref_logprob: Tensor, old_logprob: Tensor | None = None
-    ) -> Tensor:
+    def of_ratio(self, log_ratio: Tensor) -> Tensor:
         """Return the absolute log-ratio."""
-        return (logprob - ref_logprob).abs()
+        return log_ratio.abs()
 
 
 @KL_FN.register_module("corrected_k3")

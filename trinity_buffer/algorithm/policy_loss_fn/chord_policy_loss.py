@@ -120,9 +120,8 @@ class MIXCHORDPolicyLossFn(TwoKindsLossFn):
             InvalidArgumentError: the steps differ. A compiled loss cannot raise it: it is NaN.
         """
         mu = self.mu_schedule(_one_step(step)).to(logprob.device)
-        usual, expert, metrics = self.parts(
-            logprob, old_logprob, action_mask, advantages, expert_mask, layout
-        )
+        tensors = (logprob, old_logprob, action_mask, advantages)
+        usual, expert, metrics = self.parts(tensors, expert_mask, layout)
         # The shares are float64; the loss keeps the dtype of its parts.
         loss = (1.0 - mu).to(usual) * usual + mu.to(expert) * expert
         return loss, policy_loss_fn.detached({**metrics, "loss": loss, "mu": mu})

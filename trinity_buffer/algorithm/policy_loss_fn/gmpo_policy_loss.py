@@ -5,17 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 from typing_extensions import override
 
-from trinity_buffer.algorithm import functional
-from trinity_buffer.algorithm.layout import BatchLayout
+from trinity_buffer.algorithm.functional import Tokens, aggregate_rows, bounded_exp, row_means
 from trinity_buffer.algorithm.policy_loss_fn import policy_loss_fn
 
 
 @policy_loss_fn.POLICY_LOSS_FN.register_module("gmpo")
 @dataclass(eq=False)
-class GMPOLossFn(policy_loss_fn.PolicyLossFn):
+class GMPOLossFn(policy_loss_fn.ComparingLossFn):
     """``-A exp(mean_t d_t)`` per sequence, with ``d_t`` the log-ratio, clipped where A pushes it.
 
     An outlier among a thousand tokens moves a geometric mean little. The loss is one number per
@@ -33,35 +31,21 @@ class GMPOLossFn(policy_loss_fn.PolicyLossFn):
     clip_range_high: float = 0.4
 
     @override
-    def __call__(
-        self,
-        logprob: Tensor,
-        old_logprob: Tensor,
-        action_mask: Tensor,
-        advantages: Tensor,
-        *,
-        layout: BatchLayout | None = None,
-    ) -> policy_loss_fn.LossAndMetrics:
-        """Return the loss; inputs ``[B, T]``, or ``[T]`` packed."""
-        advantages = functional.keep(action_mask, advantages)
-        difference = functional.keep(action_mask, logprob) - functional.keep(
-            action_mask, old_logprob
-        )
-        upper, lower = (
-            difference.clamp(max=self.clip_range_high),
-            difference.clamp(min=-self.clip_range_low),
-        )
+    def loss_of(self, tokens: Tokens) -> policy_loss_fn.LossAndMetrics:
+        """Return the mean over sequences."""
+        logprob, old_logprob, advantages, mask, layout, _ = tokens
+        difference = logprob - old_logprob
+        upper = difference.clamp(max=self.clip_range_high)
+        lower = difference.clamp(min=-self.clip_range_low)
         # Only the direction in which the advantage pushes is clipped, as in PPO's pessimistic
         # bound.
         clipped = torch.where(advantages > 0, upper, lower)
         # The mean of log-ratios is the logarithm of the geometric mean.
-        ratio = functional.bounded_exp(functional.row_means(clipped, action_mask, layout))
-        loss = functional.aggregate_rows(
-            -functional.row_means(advantages, action_mask, layout) * ratio, layout
-        )
+        ratio = bounded_exp(row_means(clipped, mask, layout))
+        loss = aggregate_rows(-row_means(advantages, mask, layout) * ratio, layout)
         metrics = {
-            "pg_clipfrac": functional.masked_mean((clipped != difference).to(ratio), action_mask),
-            "ppo_kl": functional.masked_mean(-difference, action_mask),
+            "pg_clipfrac": tokens.mean(clipped != difference),
+            "ppo_kl": tokens.mean(-difference),
             "ratio/mean": ratio.mean(),
             "pg_loss": loss,
         }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass
 
 from torch import Tensor
@@ -81,18 +82,16 @@ class TwoKindsLossFn(policy_loss_fn.PolicyLossFn):
                 )
 
     def parts(
-        self,
-        logprob: Tensor,
-        old_logprob: Tensor,
-        action_mask: Tensor,
-        advantages: Tensor,
-        expert_mask: Tensor,
-        layout: BatchLayout | None,
+        self, tensors: Sequence[Tensor], expert_mask: Tensor, layout: BatchLayout | None
     ) -> tuple[Tensor, Tensor, Metrics]:
         """Return the usual part, the expert part, and the metrics of both under prefixes.
 
-        ``expert_mask`` is bool, per row ``[N]`` or per token.
+        Args:
+            tensors: log-probabilities, those of the policy that sampled, mask and advantages.
+            expert_mask: bool, per row ``[N]`` or per token.
+            layout: boundaries and denominators of the step.
         """
+        logprob, old_logprob, action_mask, advantages = tensors
         if layout is not None:
             is_expert = mask_of_rows(expert_mask, logprob, layout)
             # Masked rather than taken out: the shape stays, and so do compiled graphs.
@@ -103,7 +102,6 @@ class TwoKindsLossFn(policy_loss_fn.PolicyLossFn):
             expert, expert_metrics = self.expert(logprob, mask, layout=layout.part("expert"))
         else:
             is_expert = expert_mask.reshape(len(expert_mask), -1).any(-1)
-            tensors = (logprob, old_logprob, action_mask, advantages)
             ours = [tensor[~is_expert] for tensor in tensors]
             theirs = [tensor[is_expert] for tensor in (logprob, action_mask)]
             usual, usual_metrics = self._scaled(self.usual, ours, len(is_expert))
@@ -154,8 +152,7 @@ class MIXPolicyLossFn(TwoKindsLossFn):
         layout: BatchLayout | None = None,
     ) -> policy_loss_fn.LossAndMetrics:
         """Return the loss; inputs ``[B, T]`` or packed ``[T]``, ``expert_mask`` by row or token."""
-        usual, expert, metrics = self.parts(
-            logprob, old_logprob, action_mask, advantages, expert_mask, layout
-        )
+        tensors = (logprob, old_logprob, action_mask, advantages)
+        usual, expert, metrics = self.parts(tensors, expert_mask, layout)
         loss = (1.0 - self.mu) * usual + self.mu * expert
         return loss, policy_loss_fn.detached({**metrics, "loss": loss})

@@ -209,12 +209,12 @@ class AggregatedLossFn(PolicyLossFn):
         return loss, detached({**metrics, self.loss_name: loss})
 
 
-class TokenLossFn(AggregatedLossFn):
-    """A loss that compares the policy with the one that sampled: subclasses write `terms`."""
+class ComparingLossFn(PolicyLossFn):
+    """A loss that compares the policy with the one that sampled: subclasses write `loss_of`."""
 
     @abstractmethod
-    def terms(self, tokens: Tokens) -> tuple[Tensor, Metrics]:
-        """Return the loss of each token, and what to log beside the aggregated loss."""
+    def loss_of(self, tokens: Tokens) -> LossAndMetrics:
+        """Return the loss, and what to log."""
 
     @override
     def __call__(
@@ -236,8 +236,21 @@ class TokenLossFn(AggregatedLossFn):
             layout,
             advantages,
         )
+        return self.loss_of(tokens)
+
+
+class TokenLossFn(ComparingLossFn, AggregatedLossFn):
+    """A comparing loss that is one term per token, aggregated: subclasses write `terms`."""
+
+    @abstractmethod
+    def terms(self, tokens: Tokens) -> tuple[Tensor, Metrics]:
+        """Return the loss of each token, and what to log beside the aggregated loss."""
+
+    @override
+    def loss_of(self, tokens: Tokens) -> LossAndMetrics:
+        """Return the aggregated terms."""
         losses, metrics = self.terms(tokens)
-        return self.aggregated(losses, action_mask, layout, metrics)
+        return self.aggregated(losses, tokens.mask, tokens.layout, metrics)
 
 
 @dataclass(eq=False)
