@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from trinity_buffer.lazy import lazy_exports, renamed
+from trinity_buffer.lazy import homes_in, lazy_exports, renamed
 
 if TYPE_CHECKING:
     from trinity_buffer.errors import TrinityBufferError as TrinityBufferError
@@ -45,38 +45,7 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-_HOMES = {
-    "assign_rewards": "trinity_buffer.pipeline.annotate.rewards",
-    "BufferWriter": "trinity_buffer.writer",
-    "compact": "trinity_buffer.pipeline.history.compact",
-    "Completion": "trinity_buffer.explorer.conversation",
-    "Conversation": "trinity_buffer.explorer.conversation",
-    "CustomField": "trinity_buffer.experience",
-    "EID": "trinity_buffer.identity",
-    "Experience": "trinity_buffer.experience",
-    "explore": "trinity_buffer.explorer.explore",
-    "ExploreOptions": "trinity_buffer.explorer.explore",
-    "gather_metrics": "trinity_buffer.metrics",
-    "group_by": "trinity_buffer.experience",
-    "GroupingRules": "trinity_buffer.options",
-    "LocalModel": "trinity_buffer.explorer.local_model",
-    "open_replay_stream": "trinity_buffer.pipeline.history.replay",
-    "open_store": "trinity_buffer.pipeline.store",
-    "open_train_stream": "trinity_buffer.pipeline.sync_stream",
-    "OpenAIModel": "trinity_buffer.explorer.server",
-    "run_strategy": "trinity_buffer.pipeline.annotate.consumer",
-    "StagedWriter": "trinity_buffer.writer",
-    "StepReport": "trinity_buffer.trainer.models",
-    "StrategyConsumer": "trinity_buffer.pipeline.annotate.consumer",
-    "StreamOptions": "trinity_buffer.pipeline.train.options",
-    "to_arrow": "trinity_buffer.inspector.table",
-    "token_scores": "trinity_buffer.trainer.token_scores",
-    "Trainer": "trinity_buffer.trainer.trainer",
-    "TrainerSettings": "trinity_buffer.trainer.trainer",
-    "TrinityBufferError": "trinity_buffer.errors",
-    "verify": "trinity_buffer.pipeline.verify.verify",
-    "WriteReceipt": "trinity_buffer.writer",
-}
+_HOMES = homes_in(__file__)
 
 __all__ = ["__version__", *_HOMES]
 

@@ -2,15 +2,29 @@
 
 from __future__ import annotations
 
+import re
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from importlib import import_module
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from trinity_buffer.errors import InvalidArgumentError
+
+_IMPORT = re.compile(r"^    from (\S+) import (?:\(\s+)?(\w+) as \2\b", re.MULTILINE)
+
+
+def homes_in(file: str) -> dict[str, str]:
+    """Return public name -> the module that defines it, from a package's imports for type checkers.
+
+    Those are under ``if TYPE_CHECKING`` in its ``file``, where no line of Python runs them: so each
+    name is written once. ``lazy_loader`` reads a stub file likewise (https://scientific-python.org/specs/spec-0001).
+    """
+    source = Path(file).read_text(encoding="utf-8")
+    return {name: home for home, name in _IMPORT.findall(source)}
 
 
 def lazy_exports(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from trinity_buffer.lazy import lazy_exports
+from trinity_buffer.lazy import homes_in, lazy_exports
 
 if TYPE_CHECKING:
     from trinity_buffer.inspector.compare import Differing as Differing
@@ -53,38 +53,7 @@ if TYPE_CHECKING:
     from trinity_buffer.inspector.token_table import TokenTable as TokenTable
     from trinity_buffer.inspector.token_table import tokens as tokens
 
-_NAMES = {
-    "compare": ("Differing", "RunDifference", "SetDifference", "compare_runs", "compare_sets"),
-    "events": ("EventLine", "event_lines", "line_of", "position_before"),
-    "experience": ("ExperienceView", "Match", "SetView", "TensorSummary", "search", "show"),
-    "group_views": ("GroupView", "RunView", "groups"),
-    "overviews": (
-        "ExperimentOverview",
-        "Lease",
-        "Overview",
-        "Rejected",
-        "leases",
-        "overview",
-        "rejection_counts",
-        "rejections",
-    ),
-    "source": ("Source", "as_of", "now"),
-    "step_lines": (
-        "EatenRow",
-        "Staleness",
-        "StalenessGrowth",
-        "StepContents",
-        "StepLine",
-        "Tenth",
-        "blame",
-        "growth_by_actor",
-        "staleness",
-        "steps",
-    ),
-    "token_table": ("TokenTable", "tokens"),
-    "fates": ("Reason", "StepView", "Why", "why"),
-}
-_HOMES = {name: f"{__name__}.{home}" for home, names in _NAMES.items() for name in names}
+_HOMES = homes_in(__file__)
 __all__ = [*_HOMES]
 
 __getattr__, __dir__ = lazy_exports(__name__, _HOMES)
