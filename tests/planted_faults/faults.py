@@ -258,8 +258,8 @@ FAULTS = [
     Fault(
         "a ratio bound of 1 is taken",
         "algorithm/policy_loss_fn/ppo_policy_loss.py",
-        "self.clip_ratio_c > 1.0",
-        "self.clip_ratio_c >= 1.0",
+        "value > 1,",
+        "value >= 1,",
         "tests/algorithm/losses/test_formulas.py::test_an_argument_that_cannot_be_right_is_refused_by_name",
     ),
     Fault(
