@@ -26,7 +26,7 @@ from trinity_buffer.demo.tiny_model import make_tiny_model
 from trinity_buffer.experience import Experience
 from trinity_buffer.explorer.local_model import LocalModel
 from trinity_buffer.explorer.server import Server
-from trinity_buffer.recorder.app import Recorder, RecorderSettings
+from trinity_buffer.recorder.app import Recorder
 from trinity_buffer.recorder.recording import Recording
 from trinity_buffer.trainer.token_scores import token_scores
 
@@ -59,7 +59,7 @@ async def recording(
     config = {"rollouts_per_group": 2} if config is None else config
     async with open_store(store_url) as store, Server(upstream) as behind:
         kept = await Recording.begin(store, "agent", actor="r0", config=config)
-        recorder = Recorder(behind, kept, RecorderSettings(**settings))
+        recorder = Recorder(behind, kept, **settings)
         # Whoever connects before the server has begun waits in the socket's queue.
         with socket.create_server(("127.0.0.1", 0)) as listening:
             app = recorder.app()

@@ -188,13 +188,11 @@ async def record(
 
     extra("uvicorn", "record")
     extra("starlette.applications", "record")
-    from trinity_buffer.recorder.app import Recorder, RecorderSettings  # noqa: PLC0415
+    from trinity_buffer.recorder.app import Recorder  # noqa: PLC0415
     from trinity_buffer.recorder.recording import Recording  # noqa: PLC0415
 
     rules = {"rollouts_per_group": rollouts_per_group, "idle_s": idle_s}
-    settings = RecorderSettings(
-        token=token, ack=ack, logprobs_mode=logprobs_mode, max_in_flight=max_in_flight
-    )
+    settings: dict[str, Any] = {"token": token, "ack": ack, "logprobs_mode": logprobs_mode}
     config = {key: value for key, value in rules.items() if value is not None}
     async with Server(upstream, api_key=upstream_key) as behind:
         with listening(host, port) as door:  # before there is a store: a busy port leaves none
@@ -204,6 +202,6 @@ async def record(
                 await _serve(
                     door,
                     host,
-                    Recorder(behind, recording, settings).app(),
+                    Recorder(behind, recording, max_in_flight=max_in_flight, **settings).app(),
                     lambda at: f"records what {behind.root} answers into {experiment}: {at}/v1",
                 )

@@ -247,11 +247,13 @@ NO_TURN = "nothing of this answer is stored"
 """What became of an answer that lacks tokens."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RecorderSettings:
-    """How a recorder answers.
+@dataclass
+class Recorder:
+    """Answers as the upstream does, and records what it answers.
 
     Attributes:
+        upstream: the inference server.
+        recording: where it goes.
         batch: of rollouts that name none.
         token: that a request must bring as ``Authorization: Bearer``; None: it answers all programs
             of this machine, under a name of this machine.
@@ -260,37 +262,24 @@ class RecorderSettings:
         logprobs_mode: what the upstream was started with.
     """
 
+    upstream: server.Server
+    recording: Recording
     batch: str = "recorded"
     token: str | None = None
     ack: Literal["after", "before"] = "after"
     max_in_flight: int = 1024
-    logprobs_mode: Literal["raw_logprobs", "processed_logprobs"] = "raw_logprobs"
-
-
-@dataclass
-class Recorder:
-    """Answers as the upstream does, and records what it answers.
-
-    Args:
-        upstream: the inference server.
-        recording: where it goes.
-        settings: everything else.
-    """
-
-    _upstream: server.Server
-    _recording: Recording
-    _settings: RecorderSettings
+    logprobs_mode: server.LogprobsMode = "raw_logprobs"
     _in_flight: int = 0
     _background: TaskGroup | None = None
 
     def __post_init__(self) -> None:
-        self._weights = server.ServedWeights(self._upstream)
+        self._weights = server.ServedWeights(self.upstream)
 
     def app(self) -> Starlette:
         """Return the application."""
 
         async def models(_: Request) -> Response:
-            return JSONResponse(await self._upstream.get("/v1/models"))
+            return JSONResponse(await self.upstream.get("/v1/models"))
 
         routes = [self._route("/v1/batches/{batch}/seal", self._seal)]
         # Behind the base URL of an agent too: the longest first, else /v1 were part of the name.
@@ -311,7 +300,7 @@ class Recorder:
         self, path: str, answer: Callable[[Request], Awaitable[Response]], method: str = "POST"
     ) -> Route:
         async def allowed(request: Request) -> Response:
-            reason = refusal(request.method, request.headers, self._settings.token)
+            reason = refusal(request.method, request.headers, self.token)
             if reason is not None:
                 raise HTTPException(*reason)
             return await answer(request)
@@ -340,19 +329,19 @@ class Recorder:
                 f"reward={reward!r:.40}: it must be a number"
             ) from error
         rollout = self._named(request, request.path_params["rollout"])
-        receipt = await self._recording.close(rollout, reward)
+        receipt = await self.recording.close(rollout, reward)
         answer = {"uids": list(receipt.uids), "position": receipt.position}
         return JSONResponse({**answer, "duplicates": receipt.duplicates})
 
     async def _seal(self, request: Request) -> Response:
         """Record that a batch is complete."""
-        return JSONResponse({"expected": await self._recording.seal(request.path_params["batch"])})
+        return JSONResponse({"expected": await self.recording.seal(request.path_params["batch"])})
 
     async def _complete(self, request: Request) -> Response:
         """Answer a request for a completion."""
-        if self._recording.failed is not None:
-            raise self._recording.failed
-        if self._in_flight >= self._settings.max_in_flight:
+        if self.recording.failed is not None:
+            raise self.recording.failed
+        if self._in_flight >= self.max_in_flight:
             message = f"{self._in_flight} requests are being answered: try again"
             raise HTTPException(429, message, {"retry-after": "1"})
         self._in_flight += 1
@@ -369,15 +358,15 @@ class Recorder:
         path = CHAT if request.url.path.endswith("/chat/completions") else "/v1/completions"
         require_request(body)
         asked = asked_of_upstream(path, body)
-        server.require_sampled(asked, self._settings.logprobs_mode, ASK_ITSELF)
+        server.require_sampled(asked, self.logprobs_mode, ASK_ITSELF)
         server.require_texts(body.get("messages") or (), ASK_ITSELF)
         named = request.path_params.get("rollout") or request.headers.get(HEADER)
         rollout = self._named(request, named or uuid4().hex)
         if named:
-            rollout = await self._recording.continued(rollout, body.get("messages") or ())
+            rollout = await self.recording.continued(rollout, body.get("messages") or ())
         else:
-            self._recording.begin_rollout(rollout)
-        await self._recording.require_open(rollout, body.get("n"))
+            self.recording.begin_rollout(rollout)
+        await self.recording.require_open(rollout, body.get("n"))
         headers = {HEADER: str(rollout)}
         if asked.get("stream"):
             chunks = self._streamed(path, asked, body, rollout)
@@ -410,7 +399,7 @@ class Recorder:
         async with task_group() as group:
             # Generating on for a client that is gone would cost the GPU for nothing.
             group.start_soon(stop_if_client_goes, group.cancel_scope)
-            passed = await self._upstream.passed(path, asked)
+            passed = await self.upstream.passed(path, asked)
             group.cancel_scope.cancel()
         return passed
 
@@ -421,7 +410,7 @@ class Recorder:
             raise errors.InvalidArgumentError(
                 f"rollout {name!r:.80}: no part of its name may hold a slash"
             )
-        return Rollout.of(name, self._settings.batch)
+        return Rollout.of(name, self.batch)
 
     async def _record(
         self,
@@ -435,20 +424,20 @@ class Recorder:
         Args:
             weights: their version when it was asked for.
         """
-        with understanding(self._upstream.root):
+        with understanding(self.upstream.root):
             made = completions_of(answer)
-        server.require_whole(answer, made, self._upstream.root, NO_TURN, MUST_RETURN)
-        mode, options = self._settings.logprobs_mode, server.changes(body)
+        server.require_whole(answer, made, self.upstream.root, NO_TURN, MUST_RETURN)
+        mode, options = self.logprobs_mode, server.changes(body)
         made = await self._weights.stamped(made, weights, logprobs_mode=mode, sampling=options)
         messages, tools = body.get("messages") or (), body.get("tools") or ()
         turns = [Turn(messages, tools, completion) for completion in made]
         # The turn happened, even if the client hangs up now.
         with anyio.CancelScope(shield=True):
-            if self._settings.ack == "after":
-                await self._recording.record_turns(rollout, turns)
+            if self.ack == "after":
+                await self.recording.record_turns(rollout, turns)
             else:
                 assert self._background is not None
-                await self._background.start(self._recording.record_turns, rollout, turns)
+                await self._background.start(self.recording.record_turns, rollout, turns)
 
     async def _streamed(
         self, path: str, asked: Mapping[str, Any], body: Mapping[str, Any], rollout: Rollout
@@ -458,9 +447,9 @@ class Recorder:
         try:
             weights = await self._weights.now()
             # A client that goes away closes this, and so the connection to the upstream.
-            async with aclosing(self._upstream.chunks(path, asked)) as chunks:
+            async with aclosing(self.upstream.chunks(path, asked)) as chunks:
                 async for chunk in chunks:
-                    with understanding(self._upstream.root):
+                    with understanding(self.upstream.root):
                         ends = whole.take(chunk)
                         is_ours = is_usage(chunk) and not wants_usage(body)
                         piece = event(stripped(chunk, body))
