@@ -7,7 +7,7 @@ import sys
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import asdict, fields, replace
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import anyio
 import typer
@@ -26,6 +26,7 @@ from trinity_buffer.inspector.experience import Unreadable
 from trinity_buffer.inspector.group_views import Order as GroupOrder
 from trinity_buffer.inspector.source import Source, now
 from trinity_buffer.inspector.source import as_of as opened_as_of
+from trinity_buffer.inspector.step_lines import ROW_ORDERS, RowOrder
 from trinity_buffer.inspector.token_table import token_texts
 from trinity_buffer.pipeline.coordination.diagnosis import counted
 from trinity_buffer.pipeline.store import Experiment, Store, open_store
@@ -35,7 +36,6 @@ from trinity_buffer.store import writer_queries
 T = TypeVar("T")
 
 After = Annotated[int | None, typer.Option(min=0)]
-RowOrder = Literal["slot", "abs-advantage", "reward", "staleness", "length", "loss-share"]
 
 STEP_METRICS = ("loss", "kl", "entropy", "gradient_norm", "learning_rate")
 """What `steps` shows of the metrics of a step."""
@@ -281,7 +281,7 @@ async def blame(
         limit: Show at most this many rows.
     """
     contents = await questions.blame(source, step, trainer=trainer)
-    rows = tuple(sorted(contents.rows, key=_ORDERS[sort])[:limit])
+    rows = tuple(sorted(contents.rows, key=ROW_ORDERS[sort])[:limit])
 
     def text() -> output.Lines:
         line = contents.line
@@ -303,17 +303,6 @@ async def blame(
         yield output.table_of(f"{len(rows)}{of} rows", columns, named)
 
     return output.Answer(replace(contents, rows=rows), text())
-
-
-# The slot breaks ties, so that two calls print the same order.
-_ORDERS: dict[str, Any] = {
-    "slot": lambda row: row.slot,
-    "abs-advantage": lambda row: (-abs(row.advantage or 0.0), row.slot),
-    "reward": lambda row: (-(row.reward or 0.0), row.slot),
-    "staleness": lambda row: (-(row.staleness or 0), row.slot),
-    "length": lambda row: (-row.length, row.slot),
-    "loss-share": lambda row: (-row.measured.get("loss_share", 0.0), row.slot),
-}
 
 
 @options.command()

@@ -9,8 +9,7 @@ import codecs
 import gc
 import os
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from importlib import import_module
 from io import TextIOWrapper
 from pathlib import Path
@@ -32,7 +31,7 @@ _PLACES = (
     "inspect:blame inspect:why inspect:rejected inspect:leases inspect:staleness inspect:diff "
     "inspect:search inspect:top data:export data:import_ data:report data:track servers:serve "
     "maintenance:verify maintenance:rebuild maintenance:migrate maintenance:algorithms "
-    "servers:sync_weights history:replay history:reannotate history:compact history:restore"
+    "servers:sync_weights data:replay data:reannotate data:compact data:restore"
 )
 COMMANDS = {
     place.partition(":")[2].rstrip("_").replace("_", "-"): place for place in _PLACES.split()
@@ -47,18 +46,6 @@ def summary_of(name: str) -> str:
     source = Path(__file__).with_name(f"{module}.py").read_text(encoding="utf-8")
     _, _, own = source.partition(f"def {function}(")
     return own.split('"""', 2)[1].splitlines()[0]
-
-
-@contextmanager
-def _without_gc() -> Iterator[None]:
-    """Import without garbage collection, and exempt what was imported from it: all of it stays."""
-    # Importing torch and SQLAlchemy allocates enough to trigger dozens of collections.
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.freeze()
-        gc.enable()
 
 
 class CommandTable(TyperGroup):
@@ -76,9 +63,15 @@ class CommandTable(TyperGroup):
         alone = typer.Typer(
             add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None
         )
-        with _without_gc():
+        # Importing torch and SQLAlchemy allocates enough for dozens of collections, and all of it
+        # stays: later ones leave it out.
+        gc.disable()
+        try:
             loaded = import_module(f"{__package__}.{module}")
             alone.command(cmd_name)(getattr(loaded, function))
+        finally:
+            gc.freeze()
+            gc.enable()
         return typer.main.get_command(alone)
 
     @override

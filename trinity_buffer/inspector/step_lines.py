@@ -4,25 +4,19 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from statistics import fmean
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
 from trinity_buffer.codec.segments import Segment
 from trinity_buffer.errors import UnknownNameError
 from trinity_buffer.events import BatchLeased, StepsCommitted, TrainerRewound, kinds_of
-from trinity_buffer.inspector.experience import (
-    Measured,
-    Numbers,
-    events_with_segments,
-    experiments_of,
-    mean_of,
-    measured,
-)
+from trinity_buffer.inspector import experience
+from trinity_buffer.inspector.experience import Measured, Numbers, experiments_of
 from trinity_buffer.inspector.source import Source
 from trinity_buffer.pipeline.handle import decoded, require_positions
 from trinity_buffer.pipeline.load.reading import rewards_by_run
@@ -111,6 +105,19 @@ class EatenRow:
     measured: Mapping[str, float] = field(default_factory=dict)
 
 
+RowOrder = Literal["slot", "abs-advantage", "reward", "staleness", "length", "loss-share"]
+
+# The slot breaks ties, so that two calls show the same order.
+ROW_ORDERS: dict[str, Callable[[EatenRow], tuple[float, int]]] = {
+    "slot": lambda row: (0, row.slot),
+    "abs-advantage": lambda row: (-abs(row.advantage or 0.0), row.slot),
+    "reward": lambda row: (-(row.reward or 0.0), row.slot),
+    "staleness": lambda row: (-(row.staleness or 0), row.slot),
+    "length": lambda row: (-row.length, row.slot),
+    "loss-share": lambda row: (-row.measured.get("loss_share", 0.0), row.slot),
+}
+
+
 @dataclass(frozen=True, slots=True)
 class StepContents:
     """Exactly what one gradient step was given.
@@ -196,8 +203,16 @@ async def _steps(source: Source, trainer: str, rows: Sequence[StepRow]) -> list[
     commits, leases = await source.events(committed), await source.leases(served)
     require_positions(source.name, filter(None, committed), commits)
     leased = [leases[at] for at in served]
-    measures = await measured(source, trainer, rows)
-    rewinds = await _rewinds(source, trainer, served + committed)
+    measures = await experience.measured(source, trainer, rows)
+    places, kinds = [at for at in served + committed if at] or [0], kinds_of(TrainerRewound)
+    stored = await source.read(
+        log.read_after, source.key, min(places), limit=1 << 31, up_to=max(places), kinds=kinds
+    )
+    rewinds = {
+        event.position: event.recorded_at
+        for event in (decoded(source.name, event) for event in stored)
+        if isinstance(event.fact, TrainerRewound) and event.fact.consumer == trainer
+    }
     steps = []
     for row, lease, own in zip(rows, leased, await _numbers(source, leased), strict=True):
         recorded_at, seconds = times[row.leased_at] / 1e6, None
@@ -208,7 +223,8 @@ async def _steps(source: Source, trainer: str, rows: Sequence[StepRow]) -> list[
         if row.committed_at is not None:
             # Clocks of two machines may differ: a negative time is shown as unknown.
             # A rewind in between handed it out again: there is no lease of that.
-            again = [when for at, when in rewinds if row.leased_at < at < row.committed_at]
+            span = range(row.leased_at, row.committed_at)
+            again = [when for at, when in rewinds.items() if at in span]
             seconds = commits[row.committed_at].recorded_at - [recorded_at, *again][-1]
             fact = commits[row.committed_at].fact
             assert isinstance(fact, StepsCommitted)  # of which the step says so
@@ -238,24 +254,6 @@ async def _steps(source: Source, trainer: str, rows: Sequence[StepRow]) -> list[
     return steps
 
 
-async def _rewinds(
-    source: Source, trainer: str, positions: Sequence[int]
-) -> list[tuple[int, float]]:
-    """Return where and when a trainer was rewound, between the first and last of ``positions``."""
-    if not positions:
-        return []
-    first, last, kinds = min(filter(None, positions)), max(positions), kinds_of(TrainerRewound)
-    stored = await source.read(
-        log.read_after, source.key, first, limit=1 << 31, up_to=last, kinds=kinds
-    )
-    events = [decoded(source.name, event) for event in stored]
-    return [
-        (event.position, event.recorded_at)
-        for event in events
-        if isinstance(event.fact, TrainerRewound) and event.fact.consumer == trainer
-    ]
-
-
 async def blame(source: Source, step: int, *, trainer: str | None = None) -> StepContents:
     """Return the rows that gradient step ``step`` was given.
 
@@ -273,7 +271,7 @@ async def blame(source: Source, step: int, *, trainer: str | None = None) -> Ste
         for note, of, row in zip(lease.annotations, experiments, known, strict=True)
         if not of
     }
-    events = await events_with_segments(source, uids, ["annotation"])
+    events = await experience.events_with_segments(source, uids, ["annotation"])
     actors = await _actors(source, (position_of(row.address) for row in known if row))
     of_runs = (_groups(lease, read.slots), numbers["run"], numbers["step"])
     rewards = rewards_by_run(numbers["reward"], *of_runs)
@@ -300,7 +298,7 @@ async def blame(source: Source, step: int, *, trainer: str | None = None) -> Ste
                 run=None if row is None else row.eid.run,
                 reward=None if row is None else row.reward,
                 run_reward=None if math.isnan(run_reward) else run_reward,
-                advantage=mean_of(segment, "advantages", slot_of(note)),
+                advantage=experience.mean_of(segment, "advantages", slot_of(note)),
                 policy_version=version,
                 staleness=None if version is None else step - 1 - version,
                 length=0 if row is None else row.length,

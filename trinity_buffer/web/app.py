@@ -31,14 +31,13 @@ from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 
 from trinity_buffer import errors
-from trinity_buffer.inspector.doctor import examine
+from trinity_buffer.inspector.doctor import Examination, examine
 from trinity_buffer.inspector.events import event_lines
 from trinity_buffer.inspector.overviews import STEPS_OF_STALENESS, Overview, overview
 from trinity_buffer.inspector.source import Source, as_of, as_of_position
 from trinity_buffer.pipeline.store import Experiment, Store, open_store
 from trinity_buffer.recorder.guard import LOCAL, status_of
-from trinity_buffer.web.pages import PAGES
-from trinity_buffer.web.request import GREATEST, Asked, View, whole
+from trinity_buffer.web.pages import GREATEST, PAGES, Asked, View, whole
 from trinity_buffer.web.templating import named, rendered, segment
 
 COOKIE = "trinity_buffer"
@@ -147,16 +146,7 @@ _Sample = tuple[str, float | None, dict[str, str]]
 
 async def metrics(store: Store) -> str:
     """Return the numbers of all experiments, a line each."""
-    counted, examined = await overview(store), await examine(store)
-    samples = [*_of_store(counted)]
-    stuck = Counter(finding.experiment for finding in examined.stuck)
-    here = Counter((process.experiment, process.role) for process in examined.here)
-    for name in (experiment.name for experiment in counted.experiments):
-        samples.append(("stuck", stuck[name], {"experiment": name}))
-        samples += [
-            ("here", here[name, role], {"experiment": name, "role": role})
-            for role in sorted(role for of, role in here if of == name)
-        ]
+    samples = [*_all_samples(await overview(store), await examine(store))]
     lines = []
     # The three characters that the format escapes in the value of a label.
     escapes = str.maketrans({"\\": "\\\\", '"': '\\"', "\n": "\\n"})
@@ -174,7 +164,9 @@ async def metrics(store: Store) -> str:
     return "".join(lines)
 
 
-def _of_store(counted: Overview) -> Iterator[_Sample]:
+def _all_samples(counted: Overview, examined: Examination) -> Iterator[_Sample]:
+    stuck = Counter(finding.experiment for finding in examined.stuck)
+    here = Counter((process.experiment, process.role) for process in examined.here)
     yield "store_bytes", counted.size_bytes, {}
     for one in counted.experiments:
         own, rejected = {"experiment": one.name}, dict(one.guests)
@@ -203,6 +195,9 @@ def _of_store(counted: Overview) -> Iterator[_Sample]:
         for by, reasons in rejected.items():
             for reason, count in reasons.items():
                 yield "rejected_experiences_total", count, own | {"by": by, "reason": reason}
+        yield "stuck", stuck[one.name], own
+        for (_, role), count in sorted(of for of in here.items() if of[0][0] == one.name):
+            yield "here", count, own | {"role": role}
 
 
 STATIC = Path(__file__).parent / "static"

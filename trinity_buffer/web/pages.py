@@ -1,9 +1,10 @@
-"""The pages of the inspector: for each, the name of its template and what stands in it."""
+"""The pages of the inspector: of each, what may be asked, its template and what stands in it."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import numpy as np
@@ -14,16 +15,110 @@ from trinity_buffer.inspector.compare import comparing
 from trinity_buffer.inspector.doctor import examine
 from trinity_buffer.inspector.experience import Unreadable
 from trinity_buffer.inspector.overviews import overview_of
-from trinity_buffer.inspector.source import now
-from trinity_buffer.inspector.step_lines import rewards_of_runs
+from trinity_buffer.inspector.source import Source, now
+from trinity_buffer.inspector.step_lines import ROW_ORDERS, rewards_of_runs
 from trinity_buffer.inspector.token_table import TokenTable, token_texts
+from trinity_buffer.pipeline.store import Store
 from trinity_buffer.store import writer_queries
 from trinity_buffer.store.rows import first_address
 from trinity_buffer.web.charts import histogram, lanes, step_bar
 from trinity_buffer.web.report import charts_of
-from trinity_buffer.web.request import GREATEST, Asked, Page, View, turned, whole
 
 T = TypeVar("T")
+
+GREATEST = (1 << 62) - 1
+GREATEST_STEP = (1 << 31) - 1
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A request about one experiment.
+
+    Attributes:
+        source: the experiment, as it is or as it was.
+        query: what stands behind the question mark.
+        part: the last part of the path where it is a value, such as the number of a step.
+    """
+
+    store: Store
+    source: Source
+    query: Mapping[str, str]
+    part: str = ""
+
+    @property
+    def name(self) -> str:
+        """Of the experiment."""
+        return self.source.name
+
+    def text(self, key: str) -> str | None:
+        """Return a value of the query; None where it is missing or empty."""
+        return self.query.get(key) or None
+
+    def whole(self, key: str, greatest: int = GREATEST_STEP) -> int | None:
+        """Return a whole number of the query, None where it is missing.
+
+        Raises:
+            InvalidArgumentError: it is not a whole number, or too large.
+        """
+        text = self.text(key)
+        return None if text is None else whole(key, text, greatest)
+
+    def real(self, key: str) -> float | None:
+        """Return a number of the query, None where it is missing.
+
+        Raises:
+            InvalidArgumentError: it is not a number.
+        """
+        text = self.text(key)
+        try:
+            return None if text is None else float(text)
+        except ValueError:
+            raise InvalidArgumentError(f"{key}={text!r}: it must be a number") from None
+
+
+TRAIL = 50
+"""So many pages back a page knows where each began."""
+
+
+def turned(asked: Asked, key: str, following: int | None, keep: Sequence[str]) -> dict[str, Any]:
+    """Return the queries of the ``previous`` and the ``following`` page, None where there is none.
+
+    Args:
+        asked: this page; its ``trail`` says where those before it began.
+        key: says where a page begins; the first one has none.
+        following: where the next page begins.
+        kept: keys that stay.
+    """
+    here, trail = asked.text(key), [at for at in (asked.text("trail") or "").split(",") if at]
+    stay = {name: value for name in keep if (value := asked.text(name)) is not None}
+
+    def query(at: object, before: Sequence[str]) -> dict[str, Any]:
+        trail = {"trail": ",".join(before[-TRAIL:])} if before else {}
+        return stay | ({} if at is None else {key: at}) | trail
+
+    behind = trail if here is None else [*trail, here]
+    return {
+        "previous": None if here is None else query(trail[-1] if trail else None, trail[:-1]),
+        "following": None if following is None else query(following, behind),
+    }
+
+
+def whole(key: str, text: str, greatest: int = GREATEST_STEP) -> int:
+    """Return a whole number, zero or more.
+
+    Raises:
+        InvalidArgumentError: it is not a whole number, or above ``greatest``.
+    """
+    # Few digits, or int() would take seconds for a long text.
+    digits = text.isascii() and text.isdigit() and len(text) < 20
+    if not digits or int(text) > greatest:
+        raise InvalidArgumentError(f"{key}={text[:40]!r}: it must be a whole number")
+    return int(text)
+
+
+Page = tuple[str, dict[str, Any]]
+"""The name of a template, and what stands in it."""
+View = Callable[[Asked], Awaitable[Page]]
 
 PAGE = 50
 STEPS_OF_CHARTS = 200
@@ -70,8 +165,15 @@ async def step_page(asked: Asked) -> Page:
     near = await inspector.steps(
         source, trainer=trainer, after=max(0, number - 1 - NEIGHBOURS), limit=2 * NEIGHBOURS + 1
     )
-    rows = _chosen(asked, contents.rows)
-    start = asked.whole("from") or 0
+    low, high, start = asked.real("low"), asked.real("high"), asked.whole("from") or 0
+    rows = [
+        row
+        for row in sorted(
+            contents.rows, key=ROW_ORDERS.get(asked.text("sort") or "", ROW_ORDERS["slot"])
+        )
+        if low is None or (row.run_reward is not None and row.run_reward >= low)
+        if high is None or (row.run_reward is not None and row.run_reward <= high)
+    ]
     return "step.html", {
         "found": contents,
         "bar": step_bar([(line.step, line.reward) for line in near], current=number),
@@ -84,22 +186,6 @@ async def step_page(asked: Asked) -> Page:
         "next": start + PAGE if start + PAGE < len(rows) else None,
         "kept": {key: value for key, value in asked.query.items() if key != "from"},
     }
-
-
-def _chosen(asked: Asked, eaten: tuple[inspector.EatenRow, ...]) -> list[inspector.EatenRow]:
-    """Return the rows of runs between the rewards asked for, in the order that is asked for."""
-    low, high, sort = asked.real("low"), asked.real("high"), asked.text("sort")
-    rows = [
-        row
-        for row in eaten
-        if (low is None or (row.run_reward is not None and row.run_reward >= low))
-        and (high is None or (row.run_reward is not None and row.run_reward <= high))
-    ]
-    if sort == "abs-advantage":
-        rows.sort(key=lambda row: -abs(row.advantage or 0.0))
-    elif sort == "loss-share":
-        rows.sort(key=lambda row: -row.measured.get("loss_share", 0.0))
-    return rows
 
 
 async def staleness_page(asked: Asked) -> Page:

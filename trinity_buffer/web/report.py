@@ -9,7 +9,7 @@ from trinity_buffer import inspector
 from trinity_buffer.errors import DamagedSegmentError, UnknownNameError
 from trinity_buffer.inspector.doctor import examine
 from trinity_buffer.inspector.source import Source, now
-from trinity_buffer.inspector.step_lines import EatenRow, rewards_of_runs
+from trinity_buffer.inspector.step_lines import ROW_ORDERS, EatenRow, rewards_of_runs
 from trinity_buffer.pipeline.store import Store
 from trinity_buffer.web.charts import Shape, histogram, lines
 from trinity_buffer.web.templating import cut, rendered
@@ -76,7 +76,7 @@ async def _last_step(
     except DamagedSegmentError:
         return None
     own = [row for row in contents.rows if not row.experiment and row.uid]
-    heaviest = sorted(own, key=lambda row: -abs(row.advantage or 0.0))[:ROWS]
+    heaviest = sorted(own, key=ROW_ORDERS["abs-advantage"])[:ROWS]
     return {
         "line": contents.line,
         "proven": contents.proven,
