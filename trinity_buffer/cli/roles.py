@@ -291,17 +291,12 @@ async def _config_of(
     return config
 
 
-async def explore(
-    url: str,
-    experiment: str,
-    *,
-    actor: str,
-    acknowledgements: Path | None,
-    max_batches: int | None,
-    say: Say,
-    **options: Any,
-) -> None:
-    """Explore until the experiment is finished."""
+async def explore(url: str, experiment: str, *, actor: str, say: Say, **options: Any) -> None:
+    """Explore until the experiment is finished.
+
+    Args:
+        options: of `ExploreOptions`, ``acknowledgements`` and ``max_batches`` among them.
+    """
     use_one_thread()
     batches = 0
 
@@ -317,20 +312,13 @@ async def explore(
     async with open_store(url) as store:
         opened = await store.experiment(experiment)
         config = await _config_of(store, opened, explores=True)
-        if acknowledgements is not None:
-            make_folder(acknowledgements.parent)
+        if options["acknowledgements"] is not None:
+            make_folder(options["acknowledgements"].parent)
         say(f"explores {experiment} as {actor}")
-        await backend_for(config).explore(
-            opened,
-            report=on_batch,
-            actor=actor,
-            acknowledgements=acknowledgements,
-            max_batches=max_batches,
-            **options,
-        )
+        await backend_for(config).explore(opened, report=on_batch, actor=actor, **options)
         if batches:
             return
-        why = f"--batches {max_batches} counts what it has planned before"
+        why = f"--batches {options['max_batches']} counts what it has planned before"
         if await opened.is_finished():
             why = "the experiment is finished"
         elif config.rollout is not None:
@@ -411,14 +399,11 @@ def trainer_on(
 ) -> Trainer:
     """Return the trainer of a run on ``stream``, restored from the stream's last commit."""
     backend = backend_for(config)
-    return Trainer(
-        stream,
-        backend.policy(),
-        algorithm,
-        settings,
-        reference=None if config.reference is None else backend.load(config.reference),
-        teacher=None if config.teacher is None else backend.load(config.teacher),
-    )
+    paths = {"reference": config.reference, "teacher": config.teacher}
+    others: dict[str, Any] = {
+        of: backend.load(path) for of, path in paths.items() if path is not None
+    }
+    return Trainer(stream, backend.policy(), algorithm, settings, **others)
 
 
 def train(
@@ -512,9 +497,7 @@ async def _begin(url: str, experiment: str, expert_rows: bool) -> tuple[RunConfi
             match event.fact:
                 case ExperimentFinished(reason=why) if event.actor == config.trainer:
                     reason = why
-                case ConfigurationChanged():
-                    reason = None
-                case TrainerRewound(consumer=name) if name == config.trainer:
+                case ConfigurationChanged() | TrainerRewound(consumer=config.trainer):
                     reason = None
     return config, reason
 
@@ -728,22 +711,20 @@ def _weight_difference(
 
 
 def _steps_of_replay(steps: str | None, from_checkpoint: Path | None) -> tuple[int, int | None]:
+    begin_at = 1 if from_checkpoint is None else read_step(from_checkpoint) + 1
     begin, _, end = (steps or "").partition(":")
+    form = "write it as A:B, such as 10:20"
     try:
         first, last = (int(text) if text else None for text in (begin, end))
     except ValueError as error:
-        raise errors.InvalidArgumentError(
-            f"--steps {steps}: write it as A:B, such as 10:20"
-        ) from error
+        raise errors.InvalidArgumentError(f"--steps {steps}: {form}") from error
     if last is not None and last < (first or 1):
-        raise errors.InvalidArgumentError(
-            f"--steps {steps}: it ends before it begins: write it as A:B, such as 10:20"
-        )
-    begin_at = 1 if from_checkpoint is None else read_step(from_checkpoint) + 1
-    if first in (None, begin_at):
+        wrong = f"it ends before it begins: {form}"
+    elif first in (None, begin_at):
         return begin_at, last
-    wrong = f"{from_checkpoint} is followed by step {begin_at}"
-    if from_checkpoint is None:
+    elif from_checkpoint is not None:
+        wrong = f"{from_checkpoint} is followed by step {begin_at}"
+    else:
         wrong = (
             f"to begin at step {first} the weights after step {(first or 1) - 1} are needed: "
             "--from-checkpoint FOLDER"

@@ -399,20 +399,21 @@ async def require_expert(store: Store, name: str, config: RunConfig, *, rows: bo
     expert = config.expert_experiment
     if expert is None or expert not in await store.experiments():
         return
-    if expert == name:
-        raise InvalidArgumentError(
-            f"expert_experiment={expert!r} is the run itself: its rows are not an expert's; record "
-            "solutions in another experiment of the schema 'sft', and name that"
-        )
     opened = await store.experiment(expert)
-    schema = opened.config.get("schema", "experience")
-    if schema != "sft":
-        raise InvalidArgumentError(
-            f"expert_experiment={expert!r} is of the schema {schema!r}: an expert's solutions are "
-            "of 'sft'; record them in an experiment of that schema, and name it"
+    schema, wrong = opened.config.get("schema", "experience"), None
+    if expert == name:
+        wrong = (
+            "is the run itself: its rows are not an expert's; record solutions in another "
+            "experiment of the schema 'sft', and name that"
         )
-    if rows and not await opened.columns():
-        raise InvalidArgumentError(
-            f"expert_experiment={expert!r} holds no rows yet: record the expert's solutions first, "
-            "or wait for them with --follow"
+    elif schema != "sft":
+        wrong = (
+            f"is of the schema {schema!r}: an expert's solutions are of 'sft'; record them in an "
+            "experiment of that schema, and name it"
         )
+    elif rows and not await opened.columns():
+        wrong = (
+            "holds no rows yet: record the expert's solutions first, or wait for them with --follow"
+        )
+    if wrong is not None:
+        raise InvalidArgumentError(f"expert_experiment={expert!r} {wrong}")
