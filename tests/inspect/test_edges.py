@@ -32,7 +32,7 @@ from trinity_buffer.inspector import (
     steps,
 )
 from trinity_buffer.inspector.experience import places_of
-from trinity_buffer.inspector.fates import Fate, StepOfRow
+from trinity_buffer.inspector.fates import Fate, StepView
 from trinity_buffer.inspector.source import now
 from trinity_buffer.inspector.step_lines import trainer_of
 from trinity_buffer.pipeline.coordination.lease import owner_name
@@ -68,7 +68,7 @@ async def test_the_last_events_are_all_of_them_where_there_are_fewer(sqlite_url:
 
 
 def test_a_fate_tells_of_every_copy_once() -> None:
-    trained = [StepOfRow("t", 1, committed=True, reason=None)]
+    trained = [StepView("t", 1, committed=True, reason=None)]
     fate = Fate("grpo", "annotated", None, {1: trained, 2: trained, 3: []})
     assert str(fate) == "trained in step 1 of t; ready"
 

@@ -461,8 +461,8 @@ FAULTS = [
     Fault(
         "the last committed step is shown as leased",
         "inspector/fates.py",
-        "<= trainers[name].committed_step",
-        "< trainers[name].committed_step",
+        "step <= trainer.committed_step",
+        "step < trainer.committed_step",
         "tests/cli/test_asking.py::test_groups_show_rewards_advantages_and_fates",
     ),
     Fault(

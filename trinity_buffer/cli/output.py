@@ -9,7 +9,6 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, is_dataclass
-from datetime import UTC, datetime
 from typing import Any, NamedTuple
 
 import typer
@@ -22,6 +21,7 @@ from typing_extensions import override
 
 from trinity_buffer.cli.escaping import escaped, escaped_in_json, one_line
 from trinity_buffer.inspector.output import strict_json
+from trinity_buffer.inspector.output import time_of as time_of
 
 Report = Callable[[str, int, int], None]
 
@@ -170,13 +170,6 @@ def print_answer(answer: Answer | str, *, as_json: bool) -> None:
 def verbatim(text: str) -> Text:
     """Return a stored text with its line feeds, and with escapes in place of other controls."""
     return Text(escaped(text))
-
-
-def time_of(seconds: float | None) -> str:
-    """Return seconds since 1970 as a date and time in UTC."""
-    if seconds is None:
-        return "-"
-    return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%d %H:%M:%S")
 
 
 def size_of(count: int) -> str:

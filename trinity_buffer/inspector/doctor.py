@@ -23,6 +23,9 @@ REWARD = (
 )
 """What moves a rollout that a recorder keeps open."""
 
+UNREAD = "run a strategy (`trinity-buffer annotate`), or train on what was recorded (strategy=None)"
+"""What moves experiences that no strategy reads."""
+
 
 @dataclass(frozen=True, slots=True)
 class Stuck:
@@ -120,9 +123,15 @@ class _Look:
         read = [row for row in strategies if row.name in wanted]
         self._of_explorers(read)
         if recorded is not None:
-            self._of_rollouts(recorded)
-        elif not strategies:
-            self._of_unread()
+            number, first = counts.unrewarded(tx, self._key, recorded)
+            rollouts = f"{counted(number, 'rollout')} of {self._name.removesuffix(TURNS)!r}"
+            what, remedy = f"{rollouts} without a reward", REWARD
+        else:
+            number, first = (0, 0) if strategies else counts.unseen(tx, self._key, None)
+            what = f"{counted(number, 'experience')} recorded, and no annotation set"
+            remedy = UNREAD
+        if number:
+            self._add(what, remedy, at=first)
         for row in read if trainers else strategies:
             self._of_strategy(row)
         for row in trainers:
@@ -159,24 +168,6 @@ class _Look:
                     f"(`trinity-buffer seal {quote(lack.batch)}`)"
                 )
             self._add(lack.describe(), remedy, at=lack.planned_at)
-
-    def _of_rollouts(self, recorded: int) -> None:
-        number, first = counts.unrewarded(self._tx, self._key, recorded)
-        if number:
-            name = self._name.removesuffix(TURNS)
-            self._add(
-                f"{counted(number, 'rollout')} of {name!r} without a reward", REWARD, at=first
-            )
-
-    def _of_unread(self) -> None:
-        number, first = counts.unseen(self._tx, self._key, None)
-        if number:
-            self._add(
-                f"{counted(number, 'experience')} recorded, and no annotation set",
-                "run a strategy (`trinity-buffer annotate`), or train on what was recorded "
-                "(strategy=None)",
-                at=first,
-            )
 
     def _of_strategy(self, row: ConsumerRow) -> None:
         number, first = counts.unseen(self._tx, self._key, row)

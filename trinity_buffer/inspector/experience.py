@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate
 from typing import Any
@@ -282,7 +282,6 @@ class Measured:
         places: (experiment, address of the annotation) -> row; "" is the trainer's own experiment.
     """
 
-    step: int
     metrics: Mapping[str, float]
     rows: Mapping[str, Numbers]
     tokens: Segment
@@ -340,7 +339,7 @@ async def measured(
         lease = leases[committed[fact.step].leased_at]
         names = zip(experiments_of(lease), lease.annotations, strict=True)
         places = {name: place for place, name in enumerate(names)}
-        measures[fact.step] = Measured(fact.step, fact.metrics, columns, own_tokens, places)
+        measures[fact.step] = Measured(fact.metrics, columns, own_tokens, places)
     return measures
 
 
@@ -442,30 +441,21 @@ async def show(experiment: Experiment | Source, uid: str) -> ExperienceView:
             tensors = dict(summaries(segment, slot_of(fate.first)))
         for at, step in ((at, step) for at, held in fate.annotations.items() for step in held):
             of_step = await measured_in(source, step)
-            numbers = {} if of_step is None else of_step.of_row(at)
-            state = (step.trainer, step.step, step.committed, step.reason)
-            steps.append(StepView(*state, numbers, step.experiment))
+            steps.append(step if of_step is None else replace(step, measured=of_step.of_row(at)))
         of_set = (fate.annotation_set, fate.state, fate.reason)
         sets.append(SetView(*of_set, annotation, copies, tensors, tuple(steps)))
+    shown = row._asdict() | {"address": written_as(row.address)}
+    shown |= {"digest": row.digest.hex(), "segment": row.segment.hex()}
     return ExperienceView(
-        uid=row.eid.uid,
-        address=written_as(row.address),
+        uid=shown.pop("eid").uid,
         actor=event.actor,
         recorded_at=event.recorded_at,
         kind=_kind_of(fact.columns.kind[slot], recorded.segment, slot),
-        reward=row.reward,
-        policy_version=row.policy_version,
-        prompt_length=row.prompt_length,
-        length=row.length,
-        trained_tokens=row.trained_tokens,
-        finish_reason=row.finish_reason,
-        refused=row.refused,
-        digest=row.digest.hex(),
-        segment=row.segment.hex(),
         archived=recorded.archived,
         tensors=dict(summaries(recorded.segment, slot)),
         objects={name: value for name, value in objects.items() if value is not None},
         sets=tuple(sets),
+        **shown,
     )
 
 

@@ -39,17 +39,6 @@ class StepView:
     measured: Mapping[str, float] = field(default_factory=dict)
     experiment: str = ""
 
-
-@dataclass(frozen=True, slots=True)
-class StepOfRow(StepView):
-    """The gradient step that holds an annotation row, or why a trainer left it out.
-
-    Attributes:
-        rejected_at: position of the event that rejected the row.
-    """
-
-    rejected_at: int | None = None
-
     @override
     def __str__(self) -> str:
         if self.step is None:
@@ -72,7 +61,7 @@ class Fate:
     annotation_set: str
     state: str
     reason: str | None
-    annotations: Mapping[int, Sequence[StepOfRow]] = field(default_factory=dict)
+    annotations: Mapping[int, Sequence[StepView]] = field(default_factory=dict)
     is_unread: bool = False
     rejected_at: int | None = None
 
@@ -82,7 +71,7 @@ class Fate:
         return next(iter(self.annotations), None)
 
     @property
-    def steps(self) -> list[StepOfRow]:
+    def steps(self) -> list[StepView]:
         """The steps of all its annotations."""
         return [step for steps in self.annotations.values() for step in steps]
 
@@ -107,7 +96,7 @@ def fates(tx: Transaction, experiment: int, rows: Sequence[ExperienceRow]) -> di
     addresses = [row.address for row in rows]
     annotated = inspection.annotation_rows(tx, experiment, addresses)
     steps = _steps(tx, experiment, trainers, [note for _, _, note in annotated])
-    notes: dict[tuple[str, int], dict[int, list[StepOfRow]]] = defaultdict(dict)
+    notes: dict[tuple[str, int], dict[int, list[StepView]]] = defaultdict(dict)
     for name, address, note in annotated:
         notes[name, address][note] = steps[note]
     names = [strategy.name for strategy in strategies]
@@ -137,26 +126,22 @@ def fates(tx: Transaction, experiment: int, rows: Sequence[ExperienceRow]) -> di
 
 def _steps(
     tx: Transaction, experiment: int, trainers: Mapping[str, ConsumerRow], notes: Sequence[int]
-) -> dict[int, list[StepOfRow]]:
+) -> dict[int, list[StepView]]:
     """Return address of annotation -> what trainers made of it; trained rows come last."""
-    steps: dict[int, list[StepOfRow]] = {address: [] for address in notes}
+    steps: dict[int, list[StepView]] = {address: [] for address in notes}
     if not steps:
         return steps
     # Trainers of other experiments are no consumers of this one.
     guests = [name for name in inspection.who_rejected(tx, experiment) if "/" in name]
     for row in inspection.rejections(tx, experiment, [*guests, *trainers], notes):
-        rejected = StepOfRow(row.consumer, None, False, row.reason, {}, "", row.position)  # noqa: FBT003
-        steps[row.address].append(rejected)
-    for guest in inspection.guests(tx, experiment):
-        held = inspection.deliveries(tx, guest.key, [guest.trainer], notes, guest.source)
-        for _, address, step in held:
-            committed = step <= guest.committed_step
-            steps[address].append(
-                StepOfRow(guest.name, step, committed, None, {}, guest.experiment)
-            )
-    for name, address, step in inspection.deliveries(tx, experiment, list(trainers), notes):
-        committed = step <= trainers[name].committed_step
-        steps[address].append(StepOfRow(name, step, committed, None))
+        steps[row.address].append(StepView(row.consumer, None, committed=False, reason=row.reason))
+    # Of other experiments' trainers, whose expert's rows these are, and then of our own.
+    readers = trainer_queries.readers(tx, experiment)
+    for key, name, source, trainer in sorted(readers, key=lambda reader: not reader[2]):
+        known_as = trainer_queries.guest_name(name, trainer.name) if source else trainer.name
+        for _, address, step in inspection.deliveries(tx, key, [trainer.name], notes, source):
+            committed, elsewhere = step <= trainer.committed_step, name if source else ""
+            steps[address].append(StepView(known_as, step, committed, None, {}, elsewhere))
     return steps
 
 
@@ -314,11 +299,10 @@ def _of_a_set(
             yield None, f"{name}: ready, and no trainer has taken it{ended}"
 
 
-def _of_a_step(tx: Transaction, source: Source, note: int, step: StepOfRow) -> _Reasons:
+def _of_a_step(tx: Transaction, source: Source, note: int, step: StepView) -> _Reasons:
     trainer = f"trainer {step.trainer}:"
     if step.step is None:
-        at = step.rejected_at
-        assert at is not None  # as of every rejection
+        ((_, _, _, at),) = inspection.rejections(tx, source.key, [step.trainer], [note])
         # If a step lost the row, the next event says so, where it is not later than what is asked.
         kinds, up_to = kinds_of(StepDealt), min(at + 1, source.position or at + 1)
         for stored in log.read_after(tx, source.key, at, limit=1, kinds=kinds, up_to=up_to):

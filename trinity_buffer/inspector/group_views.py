@@ -8,7 +8,6 @@ import statistics
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import chain
 from operator import attrgetter
 from typing import Literal
@@ -96,7 +95,42 @@ async def groups(
         UnknownNameError: no such annotation set.
         DamagedSegmentError: a checksum of the advantages does not hold.
     """
-    newest = partial(_newest, now(experiment), annotation_set, batch, named)
+    source = now(experiment)
+
+    async def newest(limit: int, before: int | None) -> list[GroupView]:
+        def newest_keys(tx: Transaction) -> list[tuple[str, str]]:
+            if batch is not None:
+                return inspection.groups_of_batch(tx, source.key, str(batch), limit, before)
+            if named is None:
+                return inspection.newest_groups(tx, source.key, limit, before)
+            newest = {  # of the rows of a group, which are ordered by address, the last one counts
+                (str(row.eid.batch), str(row.eid.task)): row.address
+                for row in inspection.members(tx, source.key, named)
+            }
+            keys = [key for key, address in newest.items() if before is None or address < before]
+            return sorted(keys, key=newest.__getitem__, reverse=True)[:limit]
+
+        def read(tx: Transaction) -> list[tuple[BatchRow | None, _Members]]:
+            chosen = chosen_set(writer_queries.consumers(tx, source.key), annotation_set)
+            groups: dict[tuple[str, str], _Members] = {key: [] for key in newest_keys(tx)}
+            rows = inspection.members(tx, source.key, list(groups))
+            decided = fates(tx, source.key, rows)
+            for row in rows:
+                fate = next((f for f in decided[row.address] if f.annotation_set == chosen), None)
+                groups[str(row.eid.batch), str(row.eid.task)].append((row, fate))
+            batches = writer_queries.batches(tx, source.key, sorted({key for key, _ in groups}))
+            return [(batches.get(key), members) for (key, _), members in groups.items()]
+
+        groups = await source.read(read)
+        known = [*chain.from_iterable(members for _, members in groups)]
+        noted = {  # an error about the event names the first of its rows
+            position_of(fate.first): row.eid.uid
+            for row, fate in reversed(known)
+            if fate is not None and fate.first is not None
+        }
+        events = await events_with_segments(source, noted, ["annotation"])
+        return [_group(planned, members, events) for planned, members in groups]
+
     if order == "newest":
         return await newest(limit, before)
     first: list[GroupView] = []
@@ -105,47 +139,6 @@ async def groups(
         first = heapq.nlargest(limit, [*first, *page], key=lambda group: _rank(group, order))
         before = min(group.newest for group in page)
     return first
-
-
-async def _newest(
-    source: Source,
-    annotation_set: str | None,
-    batch: Key | None,
-    named: Sequence[tuple[str, str]] | None,
-    limit: int,
-    before: int | None,
-) -> list[GroupView]:
-    def newest_keys(tx: Transaction) -> list[tuple[str, str]]:
-        if batch is not None:
-            return inspection.groups_of_batch(tx, source.key, str(batch), limit, before)
-        if named is None:
-            return inspection.newest_groups(tx, source.key, limit, before)
-        newest = {  # of the rows of a group, which are ordered by address, the last one counts
-            (str(row.eid.batch), str(row.eid.task)): row.address
-            for row in inspection.members(tx, source.key, named)
-        }
-        keys = [key for key, address in newest.items() if before is None or address < before]
-        return sorted(keys, key=newest.__getitem__, reverse=True)[:limit]
-
-    def read(tx: Transaction) -> list[tuple[BatchRow | None, _Members]]:
-        chosen = chosen_set(writer_queries.consumers(tx, source.key), annotation_set)
-        groups: dict[tuple[str, str], _Members] = {key: [] for key in newest_keys(tx)}
-        rows = inspection.members(tx, source.key, list(groups))
-        decided = fates(tx, source.key, rows)
-        for row in rows:
-            fate = next((f for f in decided[row.address] if f.annotation_set == chosen), None)
-            groups[str(row.eid.batch), str(row.eid.task)].append((row, fate))
-        batches = writer_queries.batches(tx, source.key, sorted({key for key, _ in groups}))
-        return [(batches.get(key), members) for (key, _), members in groups.items()]
-
-    groups = await source.read(read)
-    noted: dict[int, str] = {}
-    for row, fate in chain.from_iterable(members for _, members in groups):
-        if fate is not None and fate.first is not None:
-            # An error about the event names the first of its rows.
-            noted.setdefault(position_of(fate.first), row.eid.uid)
-    events = await events_with_segments(source, noted, ["annotation"])
-    return [_group(planned, members, events) for planned, members in groups]
 
 
 _Members = list[tuple[ExperienceRow, Fate | None]]

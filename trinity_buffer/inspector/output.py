@@ -1,10 +1,11 @@
-"""Stored values as files and pages can hold them: strict JSON, and texts that UTF-8 can write."""
+"""Stored values as files and pages hold them: strict JSON, texts that UTF-8 can write, times."""
 
 from __future__ import annotations
 
 import json
 import re
 from collections.abc import Callable
+from datetime import UTC, datetime
 from typing import Any
 
 _LONE_SURROGATES = re.compile("[\ud800-\udfff]")
@@ -28,3 +29,10 @@ def strict_json(value: Any, default: Callable[[Any], Any]) -> str:
     if "NaN" in text or "Infinity" in text:  # in a string too, but then nothing changes below
         text = coder.encode(json.loads(text, parse_constant=lambda _: None))
     return text
+
+
+def time_of(seconds: float | None, unknown: str = "-") -> str:
+    """Return seconds since 1970 as a date and time in UTC."""
+    if seconds is None:
+        return unknown
+    return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%d %H:%M:%S")

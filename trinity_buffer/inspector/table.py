@@ -26,7 +26,7 @@ from anyio.from_thread import start_blocking_portal
 from trinity_buffer.errors import InvalidArgumentError
 from trinity_buffer.events import ExperiencesRecorded
 from trinity_buffer.inspector.experience import EventWithSegment, elements_of_rows, readable_events
-from trinity_buffer.inspector.fates import Fate, StepOfRow, fates
+from trinity_buffer.inspector.fates import Fate, StepView, fates
 from trinity_buffer.inspector.output import strict_json, writable
 from trinity_buffer.inspector.source import Source, as_of, chosen_set
 from trinity_buffer.inspector.step_lines import rows_of_step, trainer_of
@@ -103,10 +103,6 @@ def schema_of(arrow: Any, columns: Mapping[str, Sequence[Any]]) -> Any:
 
 FAMILIES = ("light", "tokens", "text")
 _TENSORS = ("tokens", "logprobs", "action_mask")
-_OF_THE_ROW = (
-    *("reward", "policy_version", "prompt_length", "length", "trained_tokens"),
-    *("finish_reason", "refused"),
-)
 _OF_THE_SET = ("set", "state", "reason", "trainer", "trained_step")
 
 
@@ -209,9 +205,36 @@ async def record_batches(
         names = [row.name for row in sorted(trainers, key=lambda row: -row.leased_step)]
     else:
         names = [await trainer_of(source, trainer)]
+
+    async def columns_of(rows: Sequence[ExperienceRow]) -> dict[str, list[Any]]:
+        decided = await source.read(fates, source.key, rows)
+        noted: list[int | None] = []
+        became: list[dict[str, Any]] = []
+        for row in rows:
+            fate = next((f for f in decided[row.address] if f.annotation_set == own), None)
+            note, cells = _what_became(row, fate, names, step)
+            noted.append(note)
+            became.append(cells)
+        addresses = [row.address for row in rows]
+        recorded, damaged = await readable_events(source, _by_position(addresses), FAMILIES)
+        notes, damaged_notes = await readable_events(source, _by_position(noted), ["annotation"])
+        columns = _known(rows)
+        columns |= _gathered(addresses, recorded, _recorded)
+        columns |= {name: [cells.get(name) for cells in became] for name in _OF_THE_SET}
+        columns |= _gathered(noted, notes, _scored)
+        damaged |= damaged_notes
+        columns["damaged"] = [None] * len(rows)
+        for place, both in enumerate(zip(addresses, noted, strict=True) if damaged else ()):
+            positions = [position_of(address) for address in both if address is not None]
+            reasons = [
+                f"event {at} cannot be read: {damaged[at]}" for at in positions if at in damaged
+            ]
+            columns["damaged"][place] = "; ".join(reasons) or None
+        return columns
+
     schema: Any = None
     async for rows in _pages(source, None if step is None else (step, names[0])):
-        columns = await _columns(source, rows, own, names, step)
+        columns = await columns_of(rows)
         # Batches of one table share a schema, so the first page decides it.
         if schema is None:
             schema = schema_of(arrow, columns)
@@ -241,42 +264,6 @@ async def _pages(
         after = rows[-1].address
 
 
-async def _columns(
-    source: Source,
-    rows: Sequence[ExperienceRow],
-    annotation_set: str | None,
-    trainers: Sequence[str],
-    step: int | None,
-) -> dict[str, list[Any]]:
-    """Return the columns of some rows: one set's, and of trainers, the one furthest ahead first.
-
-    Args:
-        step: the only step that counts; None: any.
-    """
-    decided = await source.read(fates, source.key, rows)
-    noted: list[int | None] = []
-    became: list[dict[str, Any]] = []
-    for row in rows:
-        fate = next((f for f in decided[row.address] if f.annotation_set == annotation_set), None)
-        note, cells = _what_became(row, fate, trainers, step)
-        noted.append(note)
-        became.append(cells)
-    addresses = [row.address for row in rows]
-    recorded, damaged = await readable_events(source, _by_position(addresses), FAMILIES)
-    notes, damaged_notes = await readable_events(source, _by_position(noted), ["annotation"])
-    columns = _known(rows)
-    columns |= _gathered(addresses, recorded, _recorded)
-    columns |= {name: [cells.get(name) for cells in became] for name in _OF_THE_SET}
-    columns |= _gathered(noted, notes, _scored)
-    damaged |= damaged_notes
-    columns["damaged"] = [None] * len(rows)
-    for place, both in enumerate(zip(addresses, noted, strict=True) if damaged else ()):
-        positions = [position_of(address) for address in both if address is not None]
-        reasons = [f"event {at} cannot be read: {damaged[at]}" for at in positions if at in damaged]
-        columns["damaged"][place] = "; ".join(reasons) or None
-    return columns
-
-
 def _by_position(addresses: Iterable[int | None]) -> dict[int, list[int]]:
     """Return position of an event -> the places of its rows among ``addresses``."""
     places: dict[int, list[int]] = defaultdict(list)
@@ -288,13 +275,15 @@ def _by_position(addresses: Iterable[int | None]) -> dict[int, list[int]]:
 
 def _known(rows: Sequence[ExperienceRow]) -> dict[str, list[Any]]:
     """Return the columns that the log knows without opening a segment."""
-    eids = [row.eid for row in rows]
     columns: dict[str, list[Any]] = {"position": [position_of(row.address) for row in rows]}
-    for name in ("uid", "run", "step", "suffix"):
-        columns[name] = [getattr(eid, name) for eid in eids]
+    for name in ("uid", "run", "step", "suffix", "batch", "task"):
+        columns[name] = [getattr(row.eid, name) for row in rows]
     for name in ("batch", "task"):
-        columns[name] = [str(getattr(eid, name)) for eid in eids]
-    return columns | {name: [getattr(row, name) for row in rows] for name in _OF_THE_ROW}
+        columns[name] = [*map(str, columns[name])]
+    # What no table has, such as the digest, goes by the schema.
+    return columns | {
+        name: [*of] for name, of in zip(ExperienceRow._fields, zip(*rows, strict=True), strict=True)
+    }
 
 
 def _gathered(
@@ -355,7 +344,7 @@ def _what_became(
         if step.trainer in trainers and wanted in (None, step.step)
     ]
 
-    def order(delivery: tuple[int, StepOfRow]) -> tuple[bool, bool, int, int]:
+    def order(delivery: tuple[int, StepView]) -> tuple[bool, bool, int, int]:
         step = delivery[1]
         return not step.committed, step.step is None, trainers.index(step.trainer), step.step or 0
 

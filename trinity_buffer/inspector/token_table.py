@@ -49,6 +49,15 @@ class TokenTable:
     annotation_set: str | None
 
 
+_RECORDED = {
+    "logprob": "logprobs",
+    "teacher_logprob": "teacher_logprobs",
+    "reward": "token_level_reward",
+}
+_SCORED = {"advantage": "advantages", "return": "returns"}
+"""Column of a table -> the field of a rollout, or of its annotation."""
+
+
 async def tokens(source: Source, uid: str, *, annotation_set: str | None = None) -> TokenTable:
     """Return the tokens of ``uid`` with the advantages of a set.
 
@@ -61,44 +70,35 @@ async def tokens(source: Source, uid: str, *, annotation_set: str | None = None)
     """
     row, fates = await experience.row_and_fates(source, uid)
     position, slot = position_of(row.address), slot_of(row.address)
-    event = (await experience.events_with_segments(source, {position: uid}, ["light", "tokens"]))[
-        position
-    ]
-    segment = event.segment
+    recorded = await experience.events_with_segments(source, {position: uid}, ["light", "tokens"])
+    event, segment = recorded[position], recorded[position].segment
     ids = experience.elements_of(segment, "tokens", slot)
     if ids is None:
         raise UnknownNameError(f"{uid}: {event.archived or 'it has no tokens'}")
-    mask, recorded_mask = (
-        np.zeros(row.length, bool),
-        experience.elements_of(segment, "action_mask", slot),
-    )
-    mask[row.prompt_length :] = True if recorded_mask is None else recorded_mask.astype(bool)
+    mask = np.zeros(row.length, bool)
+    own_mask = experience.elements_of(segment, "action_mask", slot)
+    mask[row.prompt_length :] = True if own_mask is None else own_mask.astype(bool)
     known = [f for f in fates if f.annotations and annotation_set in (None, f.annotation_set)]
     trained = (f for f in known if any(step.committed for step in f.steps))
     fate = next(chain(trained, known), None)
-    columns = {
-        "logprob": _placed(experience.elements_of(segment, "logprobs", slot), row, mask),
-        "teacher_logprob": _placed(
-            experience.elements_of(segment, "teacher_logprobs", slot), row, mask
-        ),
-        "reward": _placed(experience.elements_of(segment, "token_level_reward", slot), row, mask),
-    }
+
+    def placed(names: Mapping[str, str], of: Segment, at: int) -> dict[str, Numbers | None]:
+        """Return column -> the values of a field in the row ``at``, as `_placed` does."""
+        values = {name: experience.elements_of(of, field, at) for name, field in names.items()}
+        return {name: _placed(own, row, mask) for name, own in values.items()}
+
+    columns = placed(_RECORDED, segment, slot)
     if fate is not None:
         note = fate.first or 0
-        noted = await experience.events_with_segments(
-            source, {position_of(note): uid}, ["annotation"]
-        )
-        scores = noted[position_of(note)].segment
-        for name in ("advantages", "returns"):
-            columns[name[:-1]] = _placed(
-                experience.elements_of(scores, name, slot_of(note)), row, mask
-            )
+        of_set = {position_of(note): uid}
+        noted = await experience.events_with_segments(source, of_set, ["annotation"])
+        columns |= placed(_SCORED, noted[position_of(note)].segment, slot_of(note))
         columns |= await _trained(source, fate)
         columns |= _compared(columns, mask)
     columns["policy_version"] = _versions(segment, slot, row)
     filled = {name: values for name, values in columns.items() if values is not None}
-    of_set = None if fate is None else fate.annotation_set
-    return TokenTable(row.eid.uid, row.prompt_length, ids, mask, filled, of_set)
+    chosen = None if fate is None else fate.annotation_set
+    return TokenTable(row.eid.uid, row.prompt_length, ids, mask, filled, chosen)
 
 
 async def _trained(source: Source, fate: Fate) -> dict[str, Numbers | None]:

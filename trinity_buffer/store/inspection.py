@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from operator import itemgetter
 from typing import NamedTuple
 
@@ -16,7 +15,6 @@ from trinity_buffer.store.rows import (
     ExperienceRow,
     experience_row,
 )
-from trinity_buffer.store.trainer_queries import guest_name, readers
 from trinity_buffer.store.transaction import Statement, Transaction
 
 _ABOVE_ALL = 1 << 62
@@ -168,36 +166,6 @@ _DELIVERIES = Statement(
     "SELECT consumer, address, step FROM delivery WHERE experiment = :of AND source = :source "
     "AND consumer IN TEXTS(:by) AND address IN INTS(:addresses) ORDER BY consumer, step"
 )
-
-
-@dataclass(frozen=True, slots=True)
-class Guest:
-    """A trainer of another experiment that was handed rows of this one, its expert.
-
-    Attributes:
-        experiment: the trainer's; ``key`` is that experiment's.
-        name: by which it rejects here, ``EXPERIMENT/TRAINER``.
-        source: by which name its deliveries call this experiment.
-    """
-
-    experiment: str
-    key: int
-    trainer: str
-    committed_step: int
-    name: str
-    source: str
-
-
-def guests(tx: Transaction, experiment: int) -> list[Guest]:
-    """Return the trainers of other experiments that were handed rows of ``experiment``.
-
-    There are none where the projections hold one experiment alone.
-    """
-    return [
-        Guest(name, key, row.name, row.committed_step, guest_name(name, row.name), source)
-        for key, name, source, row in readers(tx, experiment)
-        if source
-    ]
 
 
 class RejectedRow(NamedTuple):

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from datetime import UTC, datetime
-from functools import cache
+from functools import cache, partial
 from typing import Any
 from urllib.parse import quote, unquote
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
-from trinity_buffer.inspector.output import writable
+from trinity_buffer.inspector.output import time_of, writable
 
 # Percent-encoding leaves dots as they are, and browsers resolve them before they ask.
 _DOTS = {".": "!.", "..": "!.."}
@@ -24,7 +23,12 @@ def templates() -> Environment:
     made = Environment(
         loader=PackageLoader("trinity_buffer.web"), autoescape=True, undefined=StrictUndefined
     )
-    made.filters |= {"number": number, "time": time_of, "segment": segment, "cut": cut}
+    made.filters |= {
+        "number": number,
+        "time": partial(time_of, unknown="–"),
+        "segment": segment,
+        "cut": cut,
+    }
     made.filters["own_name"] = own_name
     return made
 
@@ -37,13 +41,6 @@ def rendered(template: str, shown: Mapping[str, Any]) -> str:
 def number(value: Any) -> str:
     """Return a number as people read it."""
     return "–" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value)
-
-
-def time_of(seconds: float | None) -> str:
-    """Return a time since 1970 as people read it, in UTC."""
-    if seconds is None:
-        return "–"
-    return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%d %H:%M:%S")
 
 
 def own_name(guest: str) -> str:
