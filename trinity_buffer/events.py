@@ -20,7 +20,6 @@ annotation that of its `ExperiencesAnnotated`.
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
@@ -545,20 +544,13 @@ class PlacedFact(Struct, frozen=True):
         return kind_of(self.fact)
 
 
-CLOCK_OFFSET = "TRINITY_BUFFER_CLOCK_OFFSET_S"
-"""Environment variable: seconds by which this process's clock is off, for tests."""
-
-clock_offset_us = int(float(os.environ.get(CLOCK_OFFSET) or 0) * 1e6)
-"""The same in microseconds, for this process."""
-
-
 def now_us() -> int:
     """Return the wall clock in microseconds since 1970.
 
     Only displayed times and the deadlines of incomplete groups may depend on it, never the order of
     the log or the ownership of a lease.
     """
-    return time.time_ns() // 1000 + clock_offset_us
+    return time.time_ns() // 1000
 
 
 KINDS: Mapping[str, type[Recorded]] = {each.__name__: each for each in get_args(Recorded)}

@@ -11,13 +11,13 @@ import pytest
 
 from tests.cli.calling import Cli
 from tests.crash.forking import fork_children
+from tests.crash.points import VARIABLE
 from trinity_buffer import open_store
 from trinity_buffer.cli import roles
 from trinity_buffer.cli.demo_run import expert_of, teacher_of
 from trinity_buffer.cli.run_backends import first_policy
 from trinity_buffer.cli.run_config import recorded, resolved
 from trinity_buffer.demo.recipes import config_for
-from trinity_buffer.faultpoints import VARIABLE
 from trinity_buffer.pipeline.config import RunConfig
 
 SMALL: dict[str, Any] = {

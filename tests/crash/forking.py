@@ -16,7 +16,7 @@ from typing import IO, Any
 
 import pytest
 
-from trinity_buffer import faultpoints
+from tests.crash import points
 from trinity_buffer.cli import supervisor
 
 CONTEXT = multiprocessing.get_context("forkserver")
@@ -38,24 +38,21 @@ _PR_SET_PDEATHSIG = 1
 
 
 def become(
-    log: str, crash_at: str | None, last_words: Callable[[str], None] = faultpoints.nothing
+    log: str, crash_at: str | None, last_words: Callable[[str], None] = lambda _: None
 ) -> None:
     """Turn the forked process into one life: say everything to ``log``, die at ``crash_at``.
 
-    It arms the crash point itself, as they were imported before the fork. It dies with the server
-    that it was forked from, and that one with the process that started it: a server ends when
-    nobody has its pipe open any more, so what is born of it must let go of the pipe.
+    It dies with the server that it was forked from, and that one with the process that started it:
+    a server ends when nobody has its pipe open any more, so what is born of it must let go of the
+    pipe.
     """
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL))
     os.close(forkserver._forkserver._forkserver_alive_fd)  # type: ignore[attr-defined]
     descriptor = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
-    before = faultpoints.reached
-    armed = faultpoints.nothing if crash_at is None else faultpoints.armed(crash_at, last_words)
-    for module in list(sys.modules.values()):
-        if getattr(module, "reached", None) is before:
-            module.reached = armed  # type: ignore[attr-defined]  # the modules that imported it
+    if crash_at is not None:
+        points.install(points.killing(crash_at, last_words))
 
 
 def said_by(
@@ -138,7 +135,7 @@ class _WithForks:
 
 def _as_child(log: str, environment: dict[str, str], folder: str, words: list[str]) -> None:
     environment.pop(supervisor.ENDS_WITH_PARENT, None)  # the parent is the server
-    become(log, environment.get(faultpoints.VARIABLE))
+    become(log, environment.get(points.VARIABLE))
     os.environ.clear()
     os.environ.update(environment)
     os.chdir(folder)

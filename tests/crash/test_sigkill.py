@@ -9,10 +9,10 @@ import anyio
 import pytest
 
 from tests.crash.lives import LIFE_S, Lives, run_all
+from tests.crash.points import CRASH_POINTS
 from tests.handles import VerifyReport
 from trinity_buffer import open_store, verify
 from trinity_buffer.cli.run_config import resolved
-from trinity_buffer.faultpoints import CRASH_POINTS
 
 EXPLORER_POINTS = [p for p in CRASH_POINTS if p.endswith(("plan", "append"))]
 STRATEGY_POINTS = [p for p in CRASH_POINTS if p.endswith("annotate")]

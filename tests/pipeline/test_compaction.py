@@ -16,6 +16,7 @@ import pytest
 from sqlalchemy import update
 from typer.testing import CliRunner
 
+from tests.crash import points
 from tests.handles import Experiment
 from tests.pipeline.planting import events_of, unguarded
 from tests.pipeline.watching import Killed
@@ -105,7 +106,7 @@ async def test_what_a_crash_left_half_done_is_finished_by_the_next(
         experiment = await store.experiment("a/b", config={})
         await trained(experiment, steps=3)
         with monkeypatch.context() as patch:
-            patch.setattr("trinity_buffer.pipeline.history.compact.reached", die)
+            points.install(die, patch.setattr)
             with pytest.raises(Killed):
                 await compact(experiment, keep_steps=0, archive=archive)
         assert (await verify(experiment)).problems == ()

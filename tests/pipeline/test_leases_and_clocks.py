@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import socket
 import subprocess
+import time
 from dataclasses import replace
+from types import SimpleNamespace
 
 import anyio
 import pytest
@@ -21,6 +23,12 @@ from trinity_buffer.store.leases import describe_owner, holder
 
 HOUR_US = 3_600_000_000
 HOURS_AHEAD, HOURS_BEHIND = 5 * HOUR_US, -5 * HOUR_US
+
+
+def move_clock(monkeypatch: pytest.MonkeyPatch, offset_us: int) -> None:
+    """Let the package read a wall clock that is wrong by ``offset_us``."""
+    wrong = SimpleNamespace(time_ns=lambda: time.time_ns() + 1000 * offset_us)
+    monkeypatch.setattr(events, "time", wrong)
 
 
 @pytest.mark.parametrize("offset_us", [HOURS_AHEAD, HOURS_BEHIND])
@@ -44,7 +52,7 @@ async def test_a_moved_clock_takes_no_lease_from_one_who_renews_it(
     async with open_store(store_url) as store:
         experiment = await store.experiment("run", config={})
         async with hold_lease(store.database, experiment.key, "trainer", ttl_s=0.4) as held:
-            monkeypatch.setattr(events, "clock_offset_us", offset_us)
+            move_clock(monkeypatch, offset_us)
             other = TrainerLease(store.database, experiment.key, "trainer", ttl_s=0.4)
             # The holder is this very process, and alive; both have the same moved clock from here.
             with anyio.move_on_after(1.5):
@@ -60,7 +68,7 @@ async def test_a_silent_holder_is_replaced_whatever_the_clocks_say(
         experiment = await store.experiment("run", config={})
         silent = TrainerLease(store.database, experiment.key, "trainer", ttl_s=60)
         await silent.acquire(wait=False)
-        monkeypatch.setattr(events, "clock_offset_us", offset_us)
+        move_clock(monkeypatch, offset_us)
         other = TrainerLease(store.database, experiment.key, "trainer", ttl_s=0.2)
         with anyio.fail_after(10):
             await other.acquire(wait=True)

@@ -9,12 +9,12 @@ from typing import Any, ClassVar
 import pytest
 from typing_extensions import override
 
+from tests.crash import points
 from tests.handles import Experiment
 from tests.raw_store import rows
 from trinity_buffer import open_store, verify
 from trinity_buffer.algorithm.add_strategy import AddStrategy
 from trinity_buffer.experience import Experience
-from trinity_buffer.pipeline.annotate import consumer
 
 
 class Watcher(AddStrategy):
@@ -55,7 +55,7 @@ def killed_at(point: str, time: int, monkeypatch: pytest.MonkeyPatch) -> Iterato
             raise Killed
 
     with monkeypatch.context() as patch:
-        patch.setattr(consumer, "reached", reached)
+        points.install(reached, patch.setattr)
         yield
 
 

@@ -14,8 +14,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from tests.crash.points import CRASH_POINTS
 from tests.torture import inflict
-from trinity_buffer.faultpoints import CRASH_POINTS
 
 HOUR_S = 3600.0
 

@@ -49,7 +49,7 @@ class Life:
     """What is special about one life of a process; all of it follows from the seed.
 
     Attributes:
-        crash_at: crash point and count, as ``TRINITY_BUFFER_CRASH_AT`` takes it.
+        crash_at: crash point and count, as `tests.crash.points.killing` takes it.
         clock_s: by how much its clock is wrong from the start.
         clock_jump: after so many seconds the clock is wrong by so many seconds instead.
         pages: SQLite: so many pages more fit onto its disk.

@@ -30,7 +30,6 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from trinity_buffer.errors import CheckpointError, NonFiniteError
-from trinity_buffer.faultpoints import reached
 from trinity_buffer.pipeline.manifest import ManifestChain
 from trinity_buffer.pipeline.train import checkpoint
 from trinity_buffer.trainer import parallel
@@ -600,7 +599,6 @@ class Commits:
         if self._processes.rank and not self._shared:
             self._stream.commit(step)  # rank 0 writes for all
             return not self._beside
-        reached("before-checkpoint")
         pending = begin(self._root, state, self._writers, self._copies)
         write = partial(self._write, pending, step, beside)
         if not (self._beside and self._begin(write)):
@@ -658,7 +656,6 @@ class Commits:
         self, pending: PendingCheckpoint, step: TrainStep, beside: Mapping[str, Any]
     ) -> None:
         digests, folder = pending.finish(), pending.folder
-        reached("after-checkpoint")
         if self._processes.rank:
             self._stream.commit(step)
             return

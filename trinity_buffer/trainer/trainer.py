@@ -21,7 +21,6 @@ from torch import Tensor
 
 from trinity_buffer.algorithm import Algorithm
 from trinity_buffer.errors import InvalidArgumentError, NonFiniteError
-from trinity_buffer.faultpoints import reached
 from trinity_buffer.options import Count, takes_old_names
 from trinity_buffer.pipeline.config import OptimizerOptions, TrainingOptions
 from trinity_buffer.pipeline.history.replay import ReplayStream
@@ -372,7 +371,6 @@ class Trainer:
 
     def _step(self, step: TrainStep) -> None:
         """Let the optimizers take their steps."""
-        reached("before-step")
         self._commits.hold()
         rates = self._settings.rate_at(step.step), self._settings.critic_rate_at(step.step)
         for (_, optimizer), rate in zip(self.state.trained, rates, strict=False):
@@ -380,7 +378,6 @@ class Trainer:
                 for group in optimizer.param_groups:
                     group["lr"] = rate
             optimizer.step()
-        reached("after-step")
 
     def _skip(self, step: TrainStep, coefficients: Mapping[str, float]) -> None:
         """Leave weights, optimizers and coefficients as they were; note which rows to look at."""

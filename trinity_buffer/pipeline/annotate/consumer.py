@@ -26,7 +26,6 @@ from trinity_buffer.algorithm.arguments import made, refuse_unknown
 from trinity_buffer.codec.objects import new_event
 from trinity_buffer.events import ConsumerRegistered, ExperiencesRecorded, now_us
 from trinity_buffer.experience import Experience
-from trinity_buffer.faultpoints import reached
 from trinity_buffer.identity import order_of
 from trinity_buffer.limits import sizes
 from trinity_buffer.options import GroupingRules, option_types, renamed
@@ -544,7 +543,6 @@ class StrategyConsumer:
         # Unplanned groups whose rows were all refused: of them there is nothing to record.
         if not events:
             return
-        reached("before-annotate")
 
         def commit(tx: Transaction) -> None:
             database.segments.attach(tx, segment_rows)
@@ -553,11 +551,9 @@ class StrategyConsumer:
             last = self._lease.standing(tx).end
             ours = [(self.name, event) for event in events]
             log.append(tx, key, ours, last=last)
-            reached("inside-annotate")
 
         s.write(commit)
         self._reader.cursor = max(self._reader.cursor, self._reader.seen)
-        reached("after-annotate")
         self._annotated += len(decision.experiences)
         self._reasons.update(decision.reasons.values())
         if decision.without_advantages and self.strategy.annotates and not self._warned:

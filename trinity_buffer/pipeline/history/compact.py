@@ -22,7 +22,6 @@ from trinity_buffer.events import (
     SegmentsArchived,
     SegmentsRestored,
 )
-from trinity_buffer.faultpoints import reached
 from trinity_buffer.identity import FAMILIES
 from trinity_buffer.limits import sizes
 from trinity_buffer.pipeline.archive import (
@@ -170,9 +169,7 @@ class _Compaction:
         keys = [fact.segment for fact in facts]
         path, digest = archive or (None, None)
         event = new_event(SegmentsArchived(segments=keys, uri=path, digest=digest))
-        reached("before-compact")
         await self._database.write(self._delete, keys, event)
-        reached("after-compact")
         self._segments += len(keys)
         self._bytes += sum(sum(fact.families.values()) for fact in facts)
 
@@ -184,7 +181,6 @@ class _Compaction:
             raise StoreError("another process has compacted some of these segments: run it again")
         log.append(tx, key, [(self._actor, event)])
         self._database.segments.delete(tx, keys)
-        reached("inside-compact")
 
 
 def _write(

@@ -26,7 +26,6 @@ from trinity_buffer.events import (
     StepsCommitted,
     TrainerRewound,
 )
-from trinity_buffer.faultpoints import reached
 from trinity_buffer.options import option_types
 from trinity_buffer.pipeline.annotate.consumer import RECORDED, StrategyConsumer, recorder
 from trinity_buffer.pipeline.coordination import diagnosis, waiting
@@ -426,9 +425,7 @@ class LeadingStream(TrainStream):
             self._next_step += 1
             # Before the lease: what cannot be collated leaves no leased step behind.
             step, event = self._next_link(*taken), new_event(taken[0])
-            reached("before-lease")
             step.log_head = s.write(self._append_lease, event)
-            reached("after-lease")
             self.queue.put(step)
             # The next step is read into the memory of these segments, and the trainer's step does
             # not keep the bytes of the next one alive.
@@ -440,7 +437,6 @@ class LeadingStream(TrainStream):
     def _append_lease(self, tx: Transaction, event: NewEvent) -> str:
         """Record the lease of a step; return the head of the log after it."""
         (place,) = self.lease.append(tx, [event])
-        reached("inside-lease")
         return place.head.hex()
 
     # -- reporting
@@ -525,11 +521,8 @@ class LeadingStream(TrainStream):
             segments.attach(tx, segment_rows)
             # A commit of ours that was cancelled may have gone through all the same.
             self.lease.append(tx, events, committed=steps[0] - 1)
-            reached("inside-commit")
 
-        reached("before-commit")
         await self._database.write(append)
-        reached("after-commit")
         if published is not None and not self._passed_over:
             await self._warn_if_passed_over(published)
 

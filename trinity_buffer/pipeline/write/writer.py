@@ -21,7 +21,6 @@ from trinity_buffer import errors
 from trinity_buffer.codec.objects import new_event
 from trinity_buffer.events import BatchPlanned
 from trinity_buffer.experience import Experience
-from trinity_buffer.faultpoints import reached
 from trinity_buffer.identity import Key, freeze
 from trinity_buffer.limits import sizes
 from trinity_buffer.pipeline.coordination import diagnosis, waiting
@@ -208,7 +207,6 @@ class GroupCommit:
             events = [(write.calls[0].actor, event) for write in mine for event in write.events]
             places = log.append(tx, experiment, events, last=last)
             ends += [places[end - 1] for end in accumulate(len(write.events) for write in mine)]
-        reached("inside-append")
         # Heartbeats that are due go along, which saves them a transaction of their own.
         for writer in sorted(
             {(write.calls[0].experiment, write.calls[0].actor) for write in writes}
@@ -342,10 +340,7 @@ class SQLWriter(BufferWriter):
             self._database.segments,
         )
         if rows:
-            reached("before-append")
             await self._group_commit.submit(call)
-            if call.place.position:  # else nothing was new
-                reached("after-append")
         if self._calls_to_check:
             self._calls_to_check -= 1
             # Of all rows of the event, so that one check serves every call that shares it.
@@ -419,10 +414,7 @@ class SQLWriter(BufferWriter):
             check = await database.read(planning.check_admission, experiment, actor, wanted, own)
             self._warn_if_unpublished(check, own)
             if check.answer is planning.Answer.PLAN:
-                reached("before-plan")
                 check = await database.write(append, own)
-                if check.answer is planning.Answer.PLAN:
-                    reached("after-plan")
             if check.answer is not planning.Answer.WAIT:
                 wait.over()
                 await self._presence.seen(at_once=True)
