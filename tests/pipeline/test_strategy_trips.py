@@ -16,9 +16,9 @@ async def test_a_group_is_read_and_decided_on_one_trip(
 ) -> None:
     trips, usual = [], ConnectionPool.run_in_thread
 
-    async def noted(self: ConnectionPool, work: Any, *, writes: bool) -> Any:
+    async def noted(self: ConnectionPool, work: Any, session: Any, *, writes: bool) -> Any:
         trips.append(writes)
-        return await usual(self, work, writes=writes)
+        return await usual(self, work, session, writes=writes)
 
     async with opened(sqlite_url, rollouts_per_group=2) as experiment:
         await run_strategy(experiment, "grpo")

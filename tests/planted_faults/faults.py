@@ -62,7 +62,7 @@ FAULTS = [
     Fault(
         "a commit is not told to those who wait in its process",
         "store/connection.py",
-        "                self._changes.notify()\n",
+        "                self.changes.notify()\n",
         "",
         "tests/store/test_notify.py::test_a_commit_of_this_process_is_told_to_it_and_not_looked_for",
     ),

@@ -88,12 +88,12 @@ class SyncTrainStream(StepStream):
         Raises:
             StoreUseError: the stream is closed, or this is a forked child.
         """
-        self._experiment.database.owner.require_open()
+        self._experiment.database.owner.require_process()
         return self._portal.call(f, *args)
 
     @override
     def __next__(self) -> TrainStep:
-        self._experiment.database.owner.require_same_process()
+        self._experiment.database.owner.require_process(closed_too=True)
         step = self._stream.queue.get()
         if step is None:
             raise StopIteration

@@ -6,6 +6,7 @@ some microseconds, and going to the thread and back for each would cost ten time
 
 from __future__ import annotations
 
+import json
 import threading
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, closing, nullcontext, suppress
@@ -14,6 +15,7 @@ from fcntl import F_UNLCK
 from functools import cache, partial
 from itertools import chain
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Concatenate, Literal, ParamSpec, Self, TypeVar
 
 import aiosqlite
@@ -28,7 +30,7 @@ from trinity_buffer.codec.blob import Buffer, mapped
 from trinity_buffer.limits import sizes
 from trinity_buffer.store import schema, sqlite, transaction
 from trinity_buffer.store.notify import PostgresChanges, SQLiteChanges
-from trinity_buffer.store.postgres import Outage, PostgresConnection, Server
+from trinity_buffer.store.postgres import Outage, Server
 from trinity_buffer.store.segments import SegmentStore
 from trinity_buffer.store.sqlite import Checkpointer, StoreFiles, WriterQueue, dbapi2
 from trinity_buffer.store.url import (
@@ -53,27 +55,38 @@ class SQLiteTransaction(transaction.Transaction):
     """A connection in autocommit, whose transactions `run` begins and ends, one after another.
 
     Args:
+        name: of the database, for messages; None: the driver's errors are raised as they are.
         driver: the connection. No transaction may be open.
         files: what the connection has open.
-        check: what each transaction begins with.
+        check: raises unless the schema is the one of this version.
         queue: which a writing transaction waits in.
     """
 
     def __init__(
         self,
+        name: str | None,
         driver: Any,
         files: StoreFiles,
-        check: Callable[[transaction.Transaction], None] | None = None,
+        check: Callable[[transaction.Transaction, str], object] | None = None,
         queue: WriterQueue | None = None,
     ) -> None:
         super().__init__(_engine(), driver)
+        self._name = name
         self._files = files
         self._check = check
         self._queue = queue
+        self._schema = -1
 
     @override
-    def fetch_all(self, sql: str, values: transaction.Values) -> list[tuple[Any, ...]]:
-        """Execute SQL of the driver's own style, and return all rows."""
+    def fetch_all(self, sql: transaction.Statement | str, values: Any) -> list[tuple[Any, ...]]:
+        """Execute a statement, or SQL of the driver's own style, and return all rows."""
+        if isinstance(sql, transaction.Statement):
+            for name, kind in sql.lists.items():
+                texts = map(bytes.hex, values[name]) if kind == "BYTES" else values[name]
+                values[name] = json.dumps(list(texts))
+            if sql.has_rows:
+                values["rows"] = json.dumps(values["rows"])
+            sql = sql.sqlite  # it binds by name, and passes over the others
         rows: list[tuple[Any, ...]] = self.driver.execute(sql, values).fetchall()
         return rows
 
@@ -139,6 +152,7 @@ class SQLiteTransaction(transaction.Transaction):
         once: bool = False,  # noqa: ARG002 - a server may be away
     ) -> T:
         """Return ``f(tx, ...)``, in a transaction of its own."""
+        self.seen = []
         queue = self._queue if writes else None
         if queue is not None:
             queue.acquire()
@@ -147,13 +161,17 @@ class SQLiteTransaction(transaction.Transaction):
         try:
             self.driver.execute("BEGIN IMMEDIATE" if writes else "BEGIN")
             if self._check is not None:
-                self._check(self)
+                ((version,),) = self.driver.execute("PRAGMA schema_version")  # counts changes
+                if version != self._schema:  # another process may migrate it
+                    self._check(self, self._name or "")
+                    self._schema = version
             done = f(self, *args, **kwargs)
             self.driver.execute("COMMIT")
         except BaseException:
-            if self.driver.in_transaction:  # a full disk may have rolled back already
-                self.driver.execute("ROLLBACK")
-            raise
+            with transaction.foreign_errors(self._name) if self._name else nullcontext():
+                if self.driver.in_transaction:  # a full disk may have rolled back already
+                    self.driver.execute("ROLLBACK")
+                raise
         finally:
             if queue is not None:
                 queue.release()
@@ -196,19 +214,18 @@ class _Runner:
     def __init__(self, connect: Callable[[], SQLiteTransaction]) -> None:
         self._connect = connect
         self._tx: SQLiteTransaction | None = None  # connected on the first trip
-        self._answer: tuple[bool, Any] | None = None
 
-    def execute(self, work: Callable[[SQLiteTransaction], Any], _: Any) -> _Runner:
+    def execute(
+        self, work: Callable[[transaction.Session], Any], session: transaction.Session
+    ) -> SimpleNamespace:
+        answers: list[tuple[bool, Any]] = []
         try:
             self._tx = self._tx or self._connect()
-            self._answer = (True, work(self._tx))
+            session.run = self._tx.run
+            answers.append((True, work(session)))
         except BaseException as error:  # noqa: BLE001 - raised again by `ConnectionPool.run_in_thread`; set on a future, a StopIteration would never arrive
-            self._answer = (False, error)
-        return self
-
-    def fetchall(self) -> tuple[bool, Any] | None:
-        answer, self._answer = self._answer, None
-        return answer
+            answers.append((False, error))
+        return SimpleNamespace(fetchall=answers.pop)  # else the error would refer to itself
 
     def close(self) -> None:
         if self._tx is not None:
@@ -231,8 +248,14 @@ class ConnectionPool:
         self._write_lock = anyio.Lock(fast_acquire=True)
         self._idle: list[aiosqlite.Connection] = []
 
-    async def run_in_thread(self, work: Callable[[SQLiteTransaction], T], *, writes: bool) -> T:
-        """Return the result of ``work`` in the thread of a connection; one at a time ``writes``.
+    async def run_in_thread(
+        self,
+        work: Callable[[transaction.Session], T],
+        session: transaction.Session,
+        *,
+        writes: bool,
+    ) -> T:
+        """Return ``work(session)``, in the thread of a connection; one at a time ``writes``.
 
         Once it has begun, a cancellation waits for its end.
         """
@@ -244,7 +267,7 @@ class ConnectionPool:
                     # returns.
                     execute: Any = connection.execute_fetchall
                     try:
-                        succeeded, answer = await execute(work, ())
+                        succeeded, answer = await execute(work, session)
                     finally:
                         self._idle.append(connection)
         if not succeeded:
@@ -292,6 +315,7 @@ class Database:
         segments: where the blobs of its segments are kept.
         owner: says who may use it.
         connections: run functions in their threads.
+        changes: news of commits.
     """
 
     def __init__(self, url: URL, *, read_only: bool, durability: Durability) -> None:
@@ -309,26 +333,15 @@ class Database:
         self._checkpointer = Checkpointer(self.path) if writes_file else None
         self._queue = WriterQueue(self.path) if writes_file else None
         self.connections: ConnectionPool | Server
-        self._changes: transaction.Changes
+        self.changes: transaction.Changes
         self.owner: transaction.Owner
         self._any_revision = False
         self._still = False
-        self._schema = -1
 
     @property
     def folder(self) -> Path | None:
         """The folder that a SQLite store lies in; None for a server."""
         return self.path.parent if self.dialect == "sqlite" else None
-
-    @property
-    def changes(self) -> transaction.Changes:
-        """News of commits.
-
-        Raises:
-            StoreUseError: it is closed, or this is another process or event loop.
-        """
-        self.owner.require()
-        return self._changes
 
     def require_writable(self) -> None:
         """Raise if the store is open read-only.
@@ -407,17 +420,12 @@ class Database:
         self.owner.require()
         if writes and self.read_only:
             self.require_writable()
-        session = transaction.Session(self.name, self.segments.get)
-
-        def trip(connection: SQLiteTransaction | PostgresConnection) -> T:
-            session.run = partial(connection.run, once=once)
-            return work(session)
-
+        session = transaction.Session(self.segments.get, once)
         try:
-            return await self.connections.run_in_thread(trip, writes=writes)
+            return await self.connections.run_in_thread(work, session, writes=writes)
         finally:
             if session.wrote:  # tasks of this process that wait for a commit
-                self._changes.notify()
+                self.changes.notify()
                 if self._checkpointer is not None:
                     self._checkpointer.notify()
 
@@ -440,15 +448,6 @@ class Database:
         """Return ``f(...)``, computed in a thread."""
         self.owner.require()
         return await anyio.to_thread.run_sync(partial(f, *args, **kwargs), limiter=self._computing)
-
-    def _require_schema(self, tx: transaction.Transaction) -> None:
-        """Raise unless the schema is the one of this version: another process may migrate it."""
-        if self._any_revision:
-            return
-        ((version,),) = tx.fetch_all("PRAGMA schema_version", ())  # counts changes
-        if version != self._schema:
-            schema.inspect(tx, self.name)
-            self._schema = version
 
     async def open(
         self, stack: AsyncExitStack, *, any_revision: bool = False, create: bool = True
@@ -491,8 +490,8 @@ class Database:
         self.connections = ConnectionPool(partial(self._connect, files))
         stack.push_async_callback(self._close)
         with transaction.foreign_errors(self.name):
-            self._changes = SQLiteChanges(self.path, self.owner, files, still=self._still)
-        stack.push_async_callback(self._changes.close)
+            self.changes = SQLiteChanges(self.path, self.owner, files, still=self._still)
+        stack.push_async_callback(self.changes.close)
         # Only when a row is read does SQLite open the log.
         await self.read(lambda tx: tx.fetch_all("SELECT count(*) FROM sqlite_master", ()))
         here.lock_log()
@@ -506,8 +505,8 @@ class Database:
         is_timed = not self._any_revision  # a migration takes as long as it takes
         self.connections = server = Server(address, self.name, self._outage, is_timed=is_timed)
         stack.push_async_callback(self._close)
-        self._changes = PostgresChanges(address, self.name, self.owner, self._outage)
-        stack.push_async_callback(self._changes.close)
+        self.changes = PostgresChanges(address, self.name, self.owner, self._outage)
+        stack.push_async_callback(self.changes.close)
         with transaction.foreign_errors(self.name):
             self.version = await server.require_suitable()
 
@@ -530,7 +529,8 @@ class Database:
             driver = dbapi2.connect(name, uri=True, isolation_level=None, cached_statements=256)
             for statement in sqlite.pragmas(durability=self.durability, read_only=self.read_only):
                 driver.execute(statement)
-        return SQLiteTransaction(driver, files, self._require_schema, self._queue)
+        check = None if self._any_revision else schema.inspect
+        return SQLiteTransaction(self.name, driver, files, check, self._queue)
 
 
 @asynccontextmanager

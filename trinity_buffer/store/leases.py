@@ -15,7 +15,6 @@ from dataclasses import asdict, dataclass
 from typing import NamedTuple
 
 from trinity_buffer.errors import LeaseLostError
-from trinity_buffer.store import log
 from trinity_buffer.store.log import Place
 from trinity_buffer.store.transaction import Statement, Transaction, one_statement
 
@@ -126,9 +125,8 @@ def require(
             f"trainer {name!r}: {who} took over (token {newest} fences {token}); what was trained "
             "since the last commit is not recorded, restart to resume from that commit"
         )
-    return Standing(
-        int(committed or 0), None if end is None else log.place(tx, experiment, end, head)
-    )
+    tx.seen.append((experiment, end or 0, head))
+    return Standing(int(committed or 0), None if end is None else Place(end, head))
 
 
 def release(tx: Transaction, experiment: int, name: str, *, owner: str) -> None:

@@ -59,6 +59,7 @@ def append(
 
     Raises:
         InvalidArgumentError: an actor's name is not a valid name.
+        StoreError: the last event has no head.
     """
     for actor in {actor for actor, _ in events}:
         _require_actor(actor)
@@ -66,6 +67,11 @@ def append(
         # Under the lock, so that no other event comes between the end that is read and ours.
         tx.lock(experiment_id)
         last = end(tx, experiment_id)
+    if not last.head:
+        raise StoreError(
+            f"the event at position {last.position} has no head, so none can follow it: it was "
+            "removed; run `trinity-buffer verify` and restore the store from a backup"
+        )
     places, facts, rows, now = [], [], [], now_us()
     for actor, new in events:
         event_says = (last.position + 1, kind_of(new.fact), actor, now, new.encoded)
@@ -106,25 +112,8 @@ def end_if_open(
     if not rows:
         return Place(0, origin(experiment_name(tx, experiment_id)))
     ((position, known, is_sealed),) = rows
-    last = place(tx, experiment_id, position, known)
-    return None if is_sealed else last
-
-
-def place(
-    tx: transaction.Transaction, experiment_id: int, position: int, known: bytes | None
-) -> Place:
-    """Return the place of an event, as its row has it, and note that it was read.
-
-    Raises:
-        StoreError: it has no head.
-    """
-    if known is None:
-        raise StoreError(
-            f"the event at position {position} has no head, so none can follow it: it was "
-            "removed; run `trinity-buffer verify` and restore the store from a backup"
-        )
-    tx.saw(experiment_id, position, known)
-    return Place(position, known)
+    tx.seen.append((experiment_id, position, known))
+    return None if is_sealed else Place(position, known)
 
 
 _END = transaction.Statement(
@@ -139,7 +128,7 @@ def head(tx: transaction.Transaction, experiment_id: int) -> int:
     """Return the last position of the experiment, 0 if it has none."""
     rows = _END.fetch_all(tx, of=experiment_id, batches=())
     for position, known, _ in rows:
-        tx.saw(experiment_id, position, known)
+        tx.seen.append((experiment_id, position, known))
     return int(rows[0][0]) if rows else 0
 
 
@@ -179,15 +168,8 @@ def read_after(
     query = _after(None if kinds is None else len(kinds), is_rare, up_to is not None)
     named = {f"kind{number}": kind for number, kind in enumerate(kinds or ())}
     rows = query.fetch_all(tx, of=experiment_id, after=after, most=limit, last=up_to, **named)
-    return _seen(tx, experiment_id, list(map(_stored, rows)))
-
-
-def _seen(
-    tx: transaction.Transaction, experiment_id: int, events: list[StoredEvent]
-) -> list[StoredEvent]:
-    """Return events in order; note the last one as seen."""
-    if events:
-        tx.saw(experiment_id, events[-1].position, events[-1].head)
+    events = list(map(_stored, rows))
+    tx.seen += [(experiment_id, event.position, event.head) for event in events[-1:]]
     return events
 
 
@@ -232,7 +214,9 @@ def read_at(
 ) -> list[StoredEvent]:
     """Return the events at ``positions``, in order of position."""
     rows = _AT.fetch_all(tx, of=experiment_id, positions=positions)
-    return _seen(tx, experiment_id, list(map(_stored, rows)))
+    events = list(map(_stored, rows))
+    tx.seen += [(experiment_id, event.position, event.head) for event in events[-1:]]
+    return events
 
 
 _AT = transaction.Statement(f"{_STORED} AND position IN INTS(:positions) ORDER BY position")

@@ -57,16 +57,17 @@ class SQLiteChanges(Changes):
         self._watch: int | None = None
         self._num_waiting = 0
 
-    def _version(self) -> int:
-        self._owner.require()
-        self._files.check()  # of a file that is gone no news would ever come
-        with foreign_errors(self._log.name):
-            return int(self._connection.execute("PRAGMA data_version").fetchone()[0])
-
     @override
     async def state(self) -> tuple[int, int]:
         """Return (own commits, the others' commits)."""
-        return self._own, self._version()
+        self._owner.require()
+        self._files.check()  # of a file that is gone no news would ever come
+        try:
+            ((version,),) = self._connection.execute("PRAGMA data_version")
+        except dbapi2.Error:
+            with foreign_errors(self._log.name):
+                raise
+        return self._own, version
 
     @override
     async def changed(self, state: tuple[int, int], timeout_s: float | None = None) -> None:
@@ -76,7 +77,7 @@ class SQLiteChanges(Changes):
         """
         with anyio.move_on_after(timeout_s), self._listening() as slowest_s:
             pause_s = FIRST_POLL_S
-            while (self._own, self._version()) == state:
+            while await self.state() == state:
                 event = self._event
                 with anyio.move_on_after(pause_s):
                     await event.wait()
@@ -104,7 +105,7 @@ class SQLiteChanges(Changes):
 
     def _heard(self, watch: int) -> None:
         drain(watch)
-        self._wake()
+        self.notify(0)
 
     @override
     async def close(self) -> None:
@@ -125,7 +126,6 @@ class PostgresChanges(Changes):
         self._url = url
         self._name = name
         self._outage = outage
-        self._others = 0
         self._answered = 0.0
         self._driver: psycopg.Connection[Any] | None = None
         self._descriptor = -1
@@ -145,7 +145,7 @@ class PostgresChanges(Changes):
                     cut(driver)
                 raise
             # What came before the connection stood was not heard: read once more.
-            self._others += 1
+            self._own += 1
             self._descriptor = self._driver.fileno()
             asyncio.get_running_loop().add_reader(self._descriptor, self._hear)
 
@@ -170,8 +170,7 @@ class PostgresChanges(Changes):
                 pass
         except extra("psycopg", "postgresql").Error:
             self._leave()
-        self._others += 1
-        self._wake()
+        self.notify()
 
     def _leave(self) -> None:
         """Close the connection, if there is one."""
@@ -182,15 +181,16 @@ class PostgresChanges(Changes):
 
     @override
     async def state(self) -> tuple[int, int]:
-        """Return (own commits, notifications heard)."""
+        """Return (own commits and news of others, 0)."""
+        self._owner.require()
         await self._listen()
-        return self._own, self._others
+        return self._own, 0
 
     @override
     async def changed(self, state: tuple[int, int], timeout_s: float | None = None) -> None:
         """Wait for a notification, and look now and then whether one could still come."""
         with anyio.move_on_after(timeout_s):
-            while (self._own, self._others) == state:
+            while (self._own, 0) == state:
                 event = self._event
                 with anyio.move_on_after(ASKED_EVERY_S) as silence:
                     await event.wait()
@@ -216,8 +216,7 @@ class PostgresChanges(Changes):
             else:
                 loop.add_reader(self._descriptor, self._hear)
             self._answered = time.monotonic()
-            self._others += 1
-            self._wake()
+            self.notify()
 
     @override
     async def close(self) -> None:

@@ -241,7 +241,7 @@ class PostgresTransaction(transaction.Transaction):
         super().__init__(engine, driver)
         self.asked_at: float | None = None
         self.in_doubt = False
-        self._later: list[tuple[str, transaction.Values]] = []
+        self._later: list[tuple[str, Sequence[Any]]] = []
         self._locked: set[int] = set()
         self._statements_left: int | None = None
         self._announces = False
@@ -253,7 +253,7 @@ class PostgresTransaction(transaction.Transaction):
             f: is run once.
             begin: the statement that begins it; "" for a single statement that needs none.
         """
-        self.seen, self.appended, self._locked = {}, {}, set()
+        self.seen, self.appended, self._locked = [], {}, set()
         self._later = [(begin, ())] if begin else []
         self._statements_left = None if begin else 1
         self.in_doubt = self._announces = False
@@ -281,16 +281,24 @@ class PostgresTransaction(transaction.Transaction):
         return super().connection
 
     @override
-    def fetch_all(self, sql: str, values: transaction.Values) -> list[tuple[Any, ...]]:
-        """Execute SQL of the driver's own style, and return all rows."""
+    def fetch_all(self, sql: transaction.Statement | str, values: Any) -> list[tuple[Any, ...]]:
+        """Execute a statement, or SQL of the driver's own style, and return all rows."""
         self._count_statement()
-        self._later.append((sql, values))
+        self.execute_later(sql, values)
         cursor = self._send()
         return cursor.fetchall() if cursor.description else []
 
     @override
-    def execute_later(self, sql: str, values: transaction.Values) -> None:
+    def execute_later(self, sql: transaction.Statement | str, values: Any) -> None:
         """Queue a statement, to be sent together with others."""
+        if isinstance(sql, transaction.Statement):
+            for name, kind in sql.lists.items():
+                values[name] = list(values[name] if kind == "BYTES" else map(str, values[name]))
+            if sql.has_rows:
+                for number, column in enumerate(zip(*values["rows"], strict=True)):
+                    values[f"column{number}"] = list(map(str, column))
+            values = [values[name] for name in sql.names]
+            sql = sql.postgresql
         self._later.append((sql, values))
 
     @override
@@ -533,8 +541,14 @@ class Server:
             "postgresql+psycopg://", paramstyle="numeric_dollar", use_native_hstore=False
         )
 
-    async def run_in_thread(self, work: Callable[[PostgresConnection], T], *, writes: bool) -> T:  # noqa: ARG002 - SQLite has one writer
-        """Return the result of ``work`` in a thread, with a connection of its own.
+    async def run_in_thread(
+        self,
+        work: Callable[[transaction.Session], T],
+        session: transaction.Session,
+        *,
+        writes: bool,  # noqa: ARG002 - SQLite has one writer
+    ) -> T:
+        """Return ``work(session)``, in a thread, with a connection of its own.
 
         Once it has begun, a cancellation waits for its end.
         """
@@ -543,8 +557,9 @@ class Server:
             # Statements are prepared on each connection: the one that was used last knows most.
             connection = self._idle.pop() if self._idle else PostgresConnection(self)
             self._busy.add(connection)
+            session.run = connection.run
             try:
-                return work(connection)
+                return work(session)
             finally:
                 self._busy.remove(connection)
                 if len(self._idle) < KEPT_CONNECTIONS and not self._is_closed:
@@ -572,9 +587,10 @@ class Server:
 
     def note_ends(self, tx: transaction.Transaction) -> None:
         """Note the last events that a transaction saw, or appended."""
-        for experiment, place in (*tx.seen.items(), *tx.appended.items()):
-            if self._ends.get(experiment, (0, b""))[0] < place[0]:
-                self._ends[experiment] = place
+        appended = [(experiment, *place) for experiment, place in tx.appended.items()]
+        for experiment, position, head in tx.seen + appended:
+            if head is not None and self._ends.get(experiment, (0, b""))[0] < position:
+                self._ends[experiment] = (position, bytes(head))
 
     def one_more(self) -> Server:
         """Return one more connection; its temporary tables are its own."""

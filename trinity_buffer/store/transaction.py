@@ -7,11 +7,10 @@ awaits it. SQL that differs between SQLite and PostgreSQL is built here.
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import re
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Concatenate, ParamSpec, TypeAlias, TypeVar
@@ -34,9 +33,6 @@ from trinity_buffer.store.sqlite import dbapi2
 
 P = ParamSpec("P")
 T = TypeVar("T")
-
-Values: TypeAlias = Sequence[Any] | Mapping[str, Any]
-"""Of the places of a statement: in their order, or, on SQLite, by name."""
 
 SegmentParts: TypeAlias = dict[tuple[bytes, str], list[tuple[int, int, Buffer]]]
 """(key, family) -> its parts as (part, checksum, data), unchecked: `segments.blob_of` checks."""
@@ -160,7 +156,8 @@ class Owner:
         self._name = name
         self._pid = os.getpid()
         self._closed = False
-        self._loop = self._running_loop()
+        self._loop: asyncio.AbstractEventLoop | None = None  # the first that `require` sees
+        self.require()
 
     @property
     def forked(self) -> bool:
@@ -171,26 +168,21 @@ class Owner:
         """Refuse all further use of the database."""
         self._closed = True
 
-    def require_same_process(self) -> None:
-        """Raise unless this is the process that opened the database.
+    def require_process(self, *, closed_too: bool = False) -> None:
+        """Raise unless this is the process that opened the database, which is open still.
 
-        Raises:
-            StoreUseError: this is a forked child.
-        """
-        if self.forked:
-            raise errors.StoreUseError(
-                f"{self._name} was opened by process {self._pid} and forked into {os.getpid()}: "
-                "start the child with spawn or forkserver, or fork it before the store is opened"
-            )
-
-    def require_open(self) -> None:
-        """Raise unless the database is open, and this is the process that opened it.
+        Args:
+            closed_too: the database may be closed.
 
         Raises:
             StoreUseError: it is closed, or this is a forked child.
         """
-        self.require_same_process()
-        if self._closed:
+        if os.getpid() != self._pid:
+            raise errors.StoreUseError(
+                f"{self._name} was opened by process {self._pid} and forked into {os.getpid()}: "
+                "start the child with spawn or forkserver, or fork it before the store is opened"
+            )
+        if self._closed and not closed_too:
             raise errors.StoreUseError(f"{self._name} is closed: use it inside its `with` block")
 
     def require(self) -> None:
@@ -200,20 +192,19 @@ class Owner:
             StoreUseError: it is closed, or was opened by another process or event loop.
         """
         if self._closed or os.getpid() != self._pid:
-            self.require_open()
-        if self._running_loop() is not self._loop:
-            raise errors.StoreUseError(
-                f"{self._name} was opened in another event loop: open it in each loop that uses it"
-            )
-
-    def _running_loop(self) -> asyncio.AbstractEventLoop:
+            self.require_process()
         try:
-            return asyncio.get_running_loop()
+            running = asyncio.get_running_loop()
         except RuntimeError as error:
             raise errors.StoreUseError(
                 f"{self._name} needs an event loop of asyncio, and none runs here (trio is not "
                 "supported): use asyncio.run, or anyio.run with the backend asyncio"
             ) from error
+        self._loop = self._loop or running
+        if running is not self._loop:
+            raise errors.StoreUseError(
+                f"{self._name} was opened in another event loop: open it in each loop that uses it"
+            )
 
 
 class Changes:
@@ -231,12 +222,13 @@ class Changes:
         self._own = 0
         self._event = asyncio.Event()
 
-    def notify(self) -> None:
-        """Wake tasks of this process: its own commits do not reach it through the database."""
-        self._own += 1
-        self._wake()
+    def notify(self, commits: int = 1) -> None:
+        """Wake tasks of this process: its own commits do not reach it through the database.
 
-    def _wake(self) -> None:
+        Args:
+            commits: 0 where they are to look whether there was one.
+        """
+        self._own += commits
         self._event.set()
         self._event = asyncio.Event()
 
@@ -263,8 +255,9 @@ class Transaction:
     Attributes:
         driver: the driver's connection.
         dialect: of SQLAlchemy; its ``name`` is ``"sqlite"`` or ``"postgresql"``.
-        seen: experiment -> (position, head) of the last event that was read of its log.
-        appended: the same of the last event that was appended.
+        seen: (experiment, position, head) of events that were read of its log: the last of each
+            page. Those of an old log have no head.
+        appended: experiment -> (position, head) of the last event that was appended.
     """
 
     def __init__(self, engine: Engine, driver: Any) -> None:
@@ -272,14 +265,8 @@ class Transaction:
         self.driver = driver
         self._connection = engine.connect()
         self.dialect = engine.dialect
-        self.seen: dict[int, tuple[int, bytes]] = {}
+        self.seen: list[tuple[int, int, bytes | None]] = []
         self.appended: dict[int, tuple[int, bytes]] = {}
-
-    def saw(self, experiment: int, position: int, head: bytes | None) -> None:
-        """Note that an event was read. Those of an old log have no head."""
-        before = self.seen.get(experiment, (0, b""))
-        if head is not None and before[0] < position:
-            self.seen[experiment] = (position, bytes(head))
 
     @property
     def connection(self) -> Connection:
@@ -292,12 +279,17 @@ class Transaction:
         """Execute a statement of SQLAlchemy Core."""
         return self.connection.execute(statement, parameters)
 
-    def fetch_all(self, sql: str, values: Values) -> list[tuple[Any, ...]]:
-        """Execute SQL of the driver's own style, and return all rows."""
+    def fetch_all(self, sql: Statement | str, values: Any) -> list[tuple[Any, ...]]:
+        """Execute a statement, or SQL of the driver's own style, and return all rows.
+
+        Args:
+            sql: what is executed.
+            values: of its places: of a statement by name, else as the driver takes them.
+        """
         raise NotImplementedError
 
-    def execute_later(self, sql: str, values: Values) -> object:
-        """Execute a statement whose rows nobody asks for, at the latest before the next one.
+    def execute_later(self, sql: Statement | str, values: Any) -> object:
+        """Execute what `fetch_all` does, whose rows nobody asks for, at the latest before the next.
 
         Its errors are raised then.
         """
@@ -362,16 +354,16 @@ class ReadSession:
     It runs in the thread of a connection, where everything is a plain call.
 
     Args:
-        name: of the database, for messages.
         get: returns the parts of some segments, as `SegmentStore.get` does.
+        once: where a server is away, it is not tried again.
 
     Attributes:
         run: runs a function in a transaction of the connection.
         wrote: whether a transaction that writes has committed.
     """
 
-    name: str
     get: Callable[[ReadSession, Sequence[bytes], Sequence[str]], SegmentParts]
+    once: bool = False
     run: Callable[..., Any] = field(init=False)
     wrote: bool = False
 
@@ -379,8 +371,7 @@ class ReadSession:
         self, f: Callable[Concatenate[Transaction, P], T], /, *args: P.args, **kwargs: P.kwargs
     ) -> T:
         """Return ``f(tx, ...)`` of a transaction that sees one state and changes nothing."""
-        with foreign_errors(self.name):
-            done: T = self.run(f, args, kwargs, writes=False)
+        done: T = self.run(f, args, kwargs, writes=False, once=self.once)
         return done
 
     def segments(self, keys: Sequence[bytes], families: Sequence[str]) -> SegmentParts:
@@ -395,8 +386,7 @@ class Session(ReadSession):
         self, f: Callable[Concatenate[Transaction, P], T], /, *args: P.args, **kwargs: P.kwargs
     ) -> T:
         """Return ``f(tx, ...)`` of a writing transaction, which has committed."""
-        with foreign_errors(self.name):
-            done: T = self.run(f, args, kwargs, writes=True)
+        done: T = self.run(f, args, kwargs, writes=True, once=self.once)
         self.wrote = True
         return done
 
@@ -420,47 +410,37 @@ class Statement:
     Args:
         sql: the statement.
         postgresql: the same for PostgreSQL, where it needs other words.
+
+    Attributes:
+        sqlite, postgresql: the text for each database.
+        lists: name of each value that is a list -> its kind.
+        has_rows: whether one is ``rows``.
+        names: of the numbered places on PostgreSQL.
     """
 
     def __init__(self, sql: str, postgresql: str = "") -> None:
-        self._sqlite = _LIST.sub(_in_json, sql)
-        self._sqlite = _ROWS.sub(_rows_of_json, self._sqlite).replace(" OFFSET 0", "")
-        self._lists = {name: kind for kind, name in _LIST.findall(sql)}
-        self._has_rows = _ROWS.search(sql) is not None
+        self.sqlite = _LIST.sub(_in_json, sql)
+        self.sqlite = _ROWS.sub(_rows_of_json, self.sqlite).replace(" OFFSET 0", "")
+        self.lists = {name: kind for kind, name in _LIST.findall(sql)}
+        self.has_rows = _ROWS.search(sql) is not None
         numbered = _LIST.sub(_in_array, postgresql or sql)
         numbered = _ROWS.sub(_rows_of_arrays, numbered)
         # Numbered once for each name, which has one type then.
-        self._names = list(dict.fromkeys(_PLACE.findall(numbered)))
-        self._postgresql = _PLACE.sub(lambda m: f"${self._names.index(m[1]) + 1}", numbered)
+        self.names = list(dict.fromkeys(_PLACE.findall(numbered)))
+        self.postgresql = _PLACE.sub(lambda m: f"${self.names.index(m[1]) + 1}", numbered)
 
     def fetch_all(self, tx: Transaction, **values: object) -> list[tuple[Any, ...]]:
         """Execute it, and return all rows."""
-        return tx.fetch_all(*self._bound(tx, values))
+        return tx.fetch_all(self, values)
 
     def execute_later(self, tx: Transaction, **values: object) -> None:
         """Execute it, as `Transaction.execute_later` does."""
-        tx.execute_later(*self._bound(tx, values))
+        tx.execute_later(self, values)
 
     def value(self, tx: Transaction, **values: object) -> Any:
         """Execute it, and return the first column of its first row; None without rows."""
-        rows = self.fetch_all(tx, **values)
+        rows = tx.fetch_all(self, values)
         return rows[0][0] if rows else None
-
-    def _bound(self, tx: Transaction, values: dict[str, Any]) -> tuple[str, Values]:
-        """Return the text for the database of ``tx``, and its values as the driver takes them."""
-        if tx.dialect.name == "sqlite":  # which binds by name, and passes over the others
-            for name, kind in self._lists.items():
-                texts = map(bytes.hex, values[name]) if kind == "BYTES" else values[name]
-                values[name] = json.dumps(list(texts))
-            if self._has_rows:
-                values["rows"] = json.dumps(values["rows"])
-            return self._sqlite, values
-        for name, kind in self._lists.items():
-            values[name] = list(values[name] if kind == "BYTES" else map(str, values[name]))
-        if self._has_rows:
-            for number, column in enumerate(zip(*values["rows"], strict=True)):
-                values[f"column{number}"] = list(map(str, column))
-        return self._postgresql, [values[name] for name in self._names]
 
 
 _PLACE = re.compile(r"(?<!:):(\w+)")
