@@ -52,7 +52,9 @@ def become(
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
     if crash_at is not None:
-        points.install(points.killing(crash_at, last_words))
+        killing = points.killing(crash_at, last_words)
+        points.install(killing)
+        points.install_steps(killing)
 
 
 def said_by(

@@ -11,9 +11,13 @@ import signal
 from collections.abc import Callable
 from typing import Any
 
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+
 from trinity_buffer.store.transaction import Session
 from trinity_buffer.trainer import checkpoint
-from trinity_buffer.trainer.trainer import Trainer
 
 VARIABLE = "TRINITY_BUFFER_CRASH_AT"
 """Of the environment of a demo whose processes are forked: where each is killed."""
@@ -87,12 +91,7 @@ def install(reached: Reached, patch: Callable[[object, str, Any], None] = setatt
             reached(f"after-{name}")
         return done
 
-    step, begin, finish = Trainer._step, checkpoint.begin, checkpoint.PendingCheckpoint.finish
-
-    def with_step(trainer: Trainer, *args: Any) -> None:
-        reached("before-step")
-        step(trainer, *args)
-        reached("after-step")
+    begin, finish = checkpoint.begin, checkpoint.PendingCheckpoint.finish
 
     def with_begin(*args: Any) -> checkpoint.PendingCheckpoint:
         reached("before-checkpoint")
@@ -104,6 +103,11 @@ def install(reached: Reached, patch: Callable[[object, str, Any], None] = setatt
         return digests
 
     patch(Session, "write", with_places)
-    patch(Trainer, "_step", with_step)
     patch(checkpoint, "begin", with_begin)
     patch(checkpoint.PendingCheckpoint, "finish", with_finish)
+
+
+def install_steps(reached: Reached) -> None:
+    """Let every optimizer of this process call ``reached`` around its steps, to the end."""
+    register_optimizer_step_pre_hook(lambda *_: reached("before-step"))
+    register_optimizer_step_post_hook(lambda *_: reached("after-step"))

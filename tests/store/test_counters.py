@@ -20,7 +20,7 @@ from tests.trainer.test_mixing import filled, taken
 from tests.whole_stores import diff_projections, downgrade, migrate, open_for_migration, rebuild
 from trinity_buffer import open_store, run_strategy, verify
 from trinity_buffer.algorithm.add_strategy import AddStrategy
-from trinity_buffer.events import PlacedFact
+from trinity_buffer.events import ExperiencesAnnotated, PlacedFact
 from trinity_buffer.experience import Experience
 from trinity_buffer.inspector import now, rejection_counts
 from trinity_buffer.inspector.overviews import ExperimentOverview, overview, overview_of
@@ -201,15 +201,16 @@ async def test_a_fold_that_the_second_opinion_contradicts_is_told_of(
     sqlite_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A version whose fold counts wrongly folds the same wrong numbers again."""
-    of_events = fold.of_events
+    count = fold.count
+    more = "UPDATE counter SET number = number + ? WHERE experiment = ? AND state = 'annotated'"
 
-    def thrice(events: Sequence[PlacedFact]) -> counters.Numbers:
-        return {
-            key: 3 * number if key[1] == counters.ANNOTATED else number
-            for key, number in of_events(events).items()
-        }
+    def thrice(tx: Transaction, key: int, facts: Sequence[PlacedFact], stored: int) -> None:
+        count(tx, key, facts, stored)
+        for placed in facts:
+            if isinstance(placed.fact, ExperiencesAnnotated):
+                tx.fetch_all(more, (2 * len(set(placed.fact.experiences)), key))
 
-    monkeypatch.setattr(fold, "of_events", thrice)
+    monkeypatch.setattr(fold, "count", thrice)
     sample = await record_sample_run(sqlite_url, tmp_path / "run")
     async with open_store(sqlite_url) as store:
         (problem,) = (await verify(await store.experiment(sample.name))).problems

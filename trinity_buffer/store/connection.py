@@ -55,7 +55,6 @@ class SQLiteTransaction(transaction.Transaction):
     """A connection in autocommit, whose transactions `run` begins and ends, one after another.
 
     Args:
-        name: of the database, for messages; None: the driver's errors are raised as they are.
         driver: the connection. No transaction may be open.
         files: what the connection has open.
         check: raises unless the schema is the one of this version.
@@ -64,14 +63,12 @@ class SQLiteTransaction(transaction.Transaction):
 
     def __init__(
         self,
-        name: str | None,
         driver: Any,
         files: StoreFiles,
-        check: Callable[[transaction.Transaction, str], object] | None = None,
+        check: Callable[[transaction.Transaction], object] | None = None,
         queue: WriterQueue | None = None,
     ) -> None:
         super().__init__(_engine(), driver)
-        self._name = name
         self._files = files
         self._check = check
         self._queue = queue
@@ -163,15 +160,14 @@ class SQLiteTransaction(transaction.Transaction):
             if self._check is not None:
                 ((version,),) = self.driver.execute("PRAGMA schema_version")  # counts changes
                 if version != self._schema:  # another process may migrate it
-                    self._check(self, self._name or "")
+                    self._check(self)
                     self._schema = version
             done = f(self, *args, **kwargs)
             self.driver.execute("COMMIT")
         except BaseException:
-            with transaction.foreign_errors(self._name) if self._name else nullcontext():
-                if self.driver.in_transaction:  # a full disk may have rolled back already
-                    self.driver.execute("ROLLBACK")
-                raise
+            if self.driver.in_transaction:  # a full disk may have rolled back already
+                self.driver.execute("ROLLBACK")
+            raise
         finally:
             if queue is not None:
                 queue.release()
@@ -420,7 +416,7 @@ class Database:
         self.owner.require()
         if writes and self.read_only:
             self.require_writable()
-        session = transaction.Session(self.segments.get, once)
+        session = transaction.Session(self.name, self.segments.get, once)
         try:
             return await self.connections.run_in_thread(work, session, writes=writes)
         finally:
@@ -529,8 +525,8 @@ class Database:
             driver = dbapi2.connect(name, uri=True, isolation_level=None, cached_statements=256)
             for statement in sqlite.pragmas(durability=self.durability, read_only=self.read_only):
                 driver.execute(statement)
-        check = None if self._any_revision else schema.inspect
-        return SQLiteTransaction(self.name, driver, files, check, self._queue)
+        check = None if self._any_revision else partial(schema.inspect, name=self.name)
+        return SQLiteTransaction(driver, files, check, self._queue)
 
 
 @asynccontextmanager

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Sequence
+from functools import lru_cache
 from hashlib import sha256
 from itertools import groupby, repeat
 from typing import Any, assert_never
@@ -332,16 +333,6 @@ _FENCE = Statement("UPDATE consumer SET token = :token WHERE experiment = :of AN
 
 def count(tx: Transaction, experiment: int, facts: Sequence[PlacedFact], stored: int) -> None:
     """Add to the counters what ``facts`` and the ``stored`` rollouts of sealed batches add."""
-    numbers = of_events(facts)
-    if stored:
-        numbers["", counters.STORED_ROLLOUTS] = stored
-    rows = [(name, key_of(state), state, number) for (name, state), number in numbers.items()]
-    if rows:
-        _ADD.execute_later(tx, of=experiment, rows=rows)
-
-
-def of_events(facts: Sequence[PlacedFact]) -> counters.Numbers:
-    """Return the numbers that ``facts`` add."""
     numbers: Counter[tuple[str, str]] = Counter(("", kind_of(placed.fact)) for placed in facts)
     versions: set[int] = set()
     for placed in facts:
@@ -370,7 +361,11 @@ def of_events(facts: Sequence[PlacedFact]) -> counters.Numbers:
     if versions:
         numbers["", counters.LOWEST_VERSION] = min(versions)
         numbers["", counters.HIGHEST_VERSION] = max(versions)
-    return numbers
+    if stored:
+        numbers["", counters.STORED_ROLLOUTS] = stored
+    rows = [(name, key_of(state), state, number) for (name, state), number in numbers.items()]
+    if rows:
+        _ADD.execute_later(tx, of=experiment, rows=rows)
 
 
 # A condition, or SQLite reads ON CONFLICT as that of a join.
@@ -386,6 +381,7 @@ _ADD = Statement(
 )
 
 
+@lru_cache(1024)
 def key_of(state: str) -> str:
     """Return the key of a state in the index, which takes no long texts on PostgreSQL."""
     encoded = state.encode(errors="surrogatepass")

@@ -353,7 +353,7 @@ def open_scratch(experiment: int, live: Path | None = None) -> Iterator[Scratch]
         driver = dbapi2.connect(
             f"file:{path}?mode=rwc", uri=True, isolation_level=None, check_same_thread=False
         )
-        tx = SQLiteTransaction(None, driver, StoreFiles(path, with_log=False))
+        tx = SQLiteTransaction(driver, StoreFiles(path, with_log=False))
         try:
             with closing(tx):
                 for statement in _PRAGMAS:

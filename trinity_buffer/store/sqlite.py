@@ -625,7 +625,7 @@ class WriterQueue:
     This is for fairness alone. A process that gets no turn in time goes ahead without one, and
     SQLite's own lock decides. The kernel frees the locks of a killed process; a forked child does
     not inherit them. They belong to the process: two `Database` of one process do not wait for each
-    other here, and lose the turn when one of them is closed.
+    other here, and lose the turn when one of them is closed or finds nobody else in the queue.
 
     Args:
         path: of the database.
@@ -654,6 +654,12 @@ class WriterQueue:
                     self._file = os.open(self._log, os.O_RDWR | os.O_CLOEXEC)
                 except OSError:  # there is no log yet, or no right to it: SQLite will say so
                     return
+            with suppress(OSError):  # nobody is in the queue, and nobody joins
+                lockf(self._file, LOCK_EX | LOCK_NB, 0, _JOINING)
+                self._place, self._mine = _JOINING + 1, True
+                lockf(self._file, LOCK_UN, 0, _JOINING + 2)
+                lockf(self._file, LOCK_UN, 1, _JOINING)
+                return
             self._join(self._file, LOCK_NB)
             self._mine = self._place == _JOINING + 1
             if self._mine:
@@ -662,7 +668,7 @@ class WriterQueue:
                 Thread(target=self._wait, args=(self._file,), daemon=True).start()
             except RuntimeError:  # there are too many threads, or the interpreter ends
                 if self._place:
-                    _unlock(self._file, self._place)
+                    lockf(self._file, LOCK_UN, 1, self._place)
                 return
             self._waits = self._wanted = True
             self._state.wait_for(lambda: not self._waits, PATIENCE_S)
@@ -673,7 +679,8 @@ class WriterQueue:
         with self._state:
             if self._mine and self._file is not None:
                 self._mine = False
-                _unlock(self._file, self._place)
+                with suppress(OSError):  # what was written is written
+                    lockf(self._file, LOCK_UN, 1, self._place)
 
     def close(self) -> None:
         """Leave the queue."""
@@ -693,7 +700,7 @@ class WriterQueue:
                 lockf(file, LOCK_EX | LOCK_NB, 1, place)
                 self._place = place
             finally:
-                _unlock(file, _JOINING)
+                lockf(file, LOCK_UN, 1, _JOINING)
 
     def _wait(self, file: int) -> None:
         """Wait for the turn without a limit; release it if no writer wants it any more.
@@ -709,13 +716,13 @@ class WriterQueue:
                 got = before == _JOINING
                 if not got:
                     lockf(file, LOCK_EX, 1, before)
-                    _unlock(file, before)
+                    lockf(file, LOCK_UN, 1, before)
         with self._state:  # to the end: a concurrent `close` waits for it
             self._waits = False
             self._mine = got and self._wanted
             self._state.notify()
             if self._place and not self._mine:
-                _unlock(file, self._place)
+                lockf(file, LOCK_UN, 1, self._place)
             if self._closed:
                 os.close(file)
                 self._file = None
@@ -735,8 +742,3 @@ def _last(file: int, end: int = 0) -> int:
             break
         last = lock["start"] + lock["len"] - 1
     return last
-
-
-def _unlock(file: int, byte: int) -> None:
-    with suppress(OSError):  # what was written is written
-        lockf(file, LOCK_UN, 1, byte)

@@ -95,6 +95,10 @@ def foreign_errors(name: str) -> Iterator[None]:
         ) from error
 
 
+FOREIGN = (DBAPIError, dbapi2.Error, OSError, OverflowError, UnicodeError)
+"""What `foreign_errors` translates. Who comes by often enters it only to raise one."""
+
+
 def _translate(error: Exception, name: str) -> Exception:
     cause = " ".join(str(getattr(error, "orig", error)).split())
     if isinstance(error, (IntegrityError, dbapi2.IntegrityError)):
@@ -354,6 +358,7 @@ class ReadSession:
     It runs in the thread of a connection, where everything is a plain call.
 
     Args:
+        name: of the database, for messages.
         get: returns the parts of some segments, as `SegmentStore.get` does.
         once: where a server is away, it is not tried again.
 
@@ -362,6 +367,7 @@ class ReadSession:
         wrote: whether a transaction that writes has committed.
     """
 
+    name: str
     get: Callable[[ReadSession, Sequence[bytes], Sequence[str]], SegmentParts]
     once: bool = False
     run: Callable[..., Any] = field(init=False)
@@ -371,7 +377,11 @@ class ReadSession:
         self, f: Callable[Concatenate[Transaction, P], T], /, *args: P.args, **kwargs: P.kwargs
     ) -> T:
         """Return ``f(tx, ...)`` of a transaction that sees one state and changes nothing."""
-        done: T = self.run(f, args, kwargs, writes=False, once=self.once)
+        try:
+            done: T = self.run(f, args, kwargs, writes=False, once=self.once)
+        except FOREIGN:
+            with foreign_errors(self.name):
+                raise
         return done
 
     def segments(self, keys: Sequence[bytes], families: Sequence[str]) -> SegmentParts:
@@ -386,7 +396,11 @@ class Session(ReadSession):
         self, f: Callable[Concatenate[Transaction, P], T], /, *args: P.args, **kwargs: P.kwargs
     ) -> T:
         """Return ``f(tx, ...)`` of a writing transaction, which has committed."""
-        done: T = self.run(f, args, kwargs, writes=True, once=self.once)
+        try:
+            done: T = self.run(f, args, kwargs, writes=True, once=self.once)
+        except FOREIGN:
+            with foreign_errors(self.name):
+                raise
         self.wrote = True
         return done
 
