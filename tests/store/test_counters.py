@@ -202,13 +202,14 @@ async def test_a_fold_that_the_second_opinion_contradicts_is_told_of(
 ) -> None:
     """A version whose fold counts wrongly folds the same wrong numbers again."""
     count = fold.count
-    more = "UPDATE counter SET number = number + ? WHERE experiment = ? AND state = 'annotated'"
+    more = "UPDATE counter SET number = number + ? WHERE consumer = ? AND state = 'annotated'"
 
     def thrice(tx: Transaction, key: int, facts: Sequence[PlacedFact], stored: int) -> None:
         count(tx, key, facts, stored)
         for placed in facts:
             if isinstance(placed.fact, ExperiencesAnnotated):
-                tx.fetch_all(more, (2 * len(set(placed.fact.experiences)), key))
+                twice = 2 * len(set(placed.fact.experiences))
+                tx.fetch_all(more, (twice, placed.fact.consumer))
 
     monkeypatch.setattr(fold, "count", thrice)
     sample = await record_sample_run(sqlite_url, tmp_path / "run")

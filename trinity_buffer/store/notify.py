@@ -126,6 +126,7 @@ class PostgresChanges(Changes):
         self._url = url
         self._name = name
         self._outage = outage
+        self._others = 0
         self._answered = 0.0
         self._driver: psycopg.Connection[Any] | None = None
         self._descriptor = -1
@@ -145,7 +146,7 @@ class PostgresChanges(Changes):
                     cut(driver)
                 raise
             # What came before the connection stood was not heard: read once more.
-            self._own += 1
+            self._others += 1
             self._descriptor = self._driver.fileno()
             asyncio.get_running_loop().add_reader(self._descriptor, self._hear)
 
@@ -170,7 +171,8 @@ class PostgresChanges(Changes):
                 pass
         except extra("psycopg", "postgresql").Error:
             self._leave()
-        self.notify()
+        self._others += 1
+        self.notify(0)
 
     def _leave(self) -> None:
         """Close the connection, if there is one."""
@@ -181,16 +183,16 @@ class PostgresChanges(Changes):
 
     @override
     async def state(self) -> tuple[int, int]:
-        """Return (own commits and news of others, 0)."""
+        """Return (own commits, notifications heard)."""
         self._owner.require()
         await self._listen()
-        return self._own, 0
+        return self._own, self._others
 
     @override
     async def changed(self, state: tuple[int, int], timeout_s: float | None = None) -> None:
         """Wait for a notification, and look now and then whether one could still come."""
         with anyio.move_on_after(timeout_s):
-            while (self._own, 0) == state:
+            while (self._own, self._others) == state:
                 event = self._event
                 with anyio.move_on_after(ASKED_EVERY_S) as silence:
                     await event.wait()
@@ -216,7 +218,8 @@ class PostgresChanges(Changes):
             else:
                 loop.add_reader(self._descriptor, self._hear)
             self._answered = time.monotonic()
-            self.notify()
+            self._others += 1
+            self.notify(0)
 
     @override
     async def close(self) -> None:
