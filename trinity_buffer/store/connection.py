@@ -90,15 +90,15 @@ class SQLiteTransaction(transaction.Transaction):
     execute_later = fetch_all  # to wait for company would save nothing
 
     @override
-    def insert_many(self, table: Table, rows: Sequence[tuple[Any, ...]]) -> None:
+    def insert_many(self, table: Table, rows: Sequence[tuple[Any, ...]], more: str = "") -> None:
         """Insert ``rows``, each with all columns of ``table`` in their order."""
         size = sizes.rows_per_statement
         whole = len(rows) - len(rows) % size
         for start in range(0, whole, size):
             values = chain.from_iterable(rows[start : start + size])
-            self.driver.execute(_insert(table, size), tuple(values))
+            self.driver.execute(_insert(table, size) + more, tuple(values))
         if whole < len(rows):
-            self.driver.executemany(_insert(table, 1), rows[whole:])
+            self.driver.executemany(_insert(table, 1) + more, rows[whole:])
 
     @override
     def insert_blobs(self, table: Table, rows: Sequence[tuple[Any, ...]]) -> None:

@@ -363,16 +363,15 @@ def count(tx: Transaction, experiment: int, facts: Sequence[PlacedFact], stored:
         numbers["", counters.HIGHEST_VERSION] = max(versions)
     if stored:
         numbers["", counters.STORED_ROLLOUTS] = stored
-    rows = [(name, key_of(state), state, number) for (name, state), number in numbers.items()]
-    if rows:
-        _ADD.execute_later(tx, of=experiment, rows=rows)
+    rows = [
+        (experiment, name, key_of(state), state, number)
+        for (name, state), number in numbers.items()
+    ]
+    tx.insert_many(tables.counter, rows, _ADD)
 
 
-# A condition, or SQLite reads ON CONFLICT as that of a join.
-_ADD = Statement(
-    "INSERT INTO counter (experiment, consumer, key, state, number) "
-    "SELECT :of, c0, c1, c2, c3 FROM ROWS(text, text, text, bigint) WHERE c3 IS NOT NULL "
-    "ON CONFLICT (experiment, consumer, key) DO UPDATE SET number = CASE counter.state "
+_ADD = (
+    " ON CONFLICT (experiment, consumer, key) DO UPDATE SET number = CASE counter.state "
     f"WHEN '{counters.LOWEST_VERSION}' THEN CASE WHEN excluded.number < counter.number "
     "THEN excluded.number ELSE counter.number END "
     f"WHEN '{counters.HIGHEST_VERSION}' THEN CASE WHEN excluded.number > counter.number "

@@ -302,10 +302,10 @@ class PostgresTransaction(transaction.Transaction):
         self._later.append((sql, values))
 
     @override
-    def insert_many(self, table: Table, rows: Sequence[tuple[Any, ...]]) -> None:
+    def insert_many(self, table: Table, rows: Sequence[tuple[Any, ...]], more: str = "") -> None:
         """Insert ``rows``, each with all columns of ``table`` in their order."""
-        if len(rows) < sizes.rows_to_copy:
-            self._later += [(_insert(table), row) for row in rows]
+        if more or len(rows) < sizes.rows_to_copy:
+            self._later += [(_insert(table) + more, row) for row in rows]
             return
         if self._later:
             self._send()

@@ -311,11 +311,16 @@ class Transaction:
                 raised by the next statement.
         """
 
-    def insert_many(self, table: Table, rows: Sequence[tuple[Any, ...]]) -> None:
+    def insert_many(self, table: Table, rows: Sequence[tuple[Any, ...]], more: str = "") -> None:
         """Insert ``rows``, each with all columns of ``table`` in their order.
 
         They go past SQLAlchemy's work on each, so the columns must be of types that need no
         processing (numbers, texts, bytes, booleans).
+
+        Args:
+            table: gets them.
+            rows: few, if there is ``more``.
+            more: the end of the statement: what becomes of a row that is there already.
         """
         raise NotImplementedError
 
