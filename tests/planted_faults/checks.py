@@ -16,6 +16,7 @@ import pytest
 from typing_extensions import override
 
 from tests.contract.making import dawdling
+from tests.crash import points
 from tests.crash.forking import CONTEXT
 from tests.handles import Experiment, Transaction
 from tests.pipeline.planting import unguarded
@@ -28,7 +29,6 @@ from trinity_buffer.algorithm import GRPOAddStrategy
 from trinity_buffer.errors import ConflictingExperienceError, InvalidExperienceError
 from trinity_buffer.events import PolicyPublished
 from trinity_buffer.experience import Experience
-from trinity_buffer.pipeline.annotate import consumer
 
 # 1 -----------------------------------------------------------------------------------------------
 
@@ -86,7 +86,7 @@ async def a_crash_before_the_commit_decides_nothing(url: str, folder: Path) -> N
     async with opened(url) as experiment:
         await write_groups(experiment, 2)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(consumer, "reached", crash)
+            points.install(crash, patch.setattr)
             with pytest.raises(CrashError):
                 await run_strategy(experiment, "grpo")
         report = await run_strategy(experiment, "grpo")
