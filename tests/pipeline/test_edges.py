@@ -112,14 +112,14 @@ def test_what_is_wrong_with_a_step_that_is_dealt_anew_is_told_with_its_place() -
     assert list(audit.leased(5, structs.replace(LEASED, digest=manifest_digest(LEASED)))) == []
     dealt = repartitioned(LEASED, DEALT.order, DEALT.microbatches).digest.hex()
     place = "position 7 (trainer 't')"
-    assert list(audit.dealt(7, DEALT, LEASED)) == [
+    assert list(audit.dealt(7, DEALT, lambda _: LEASED)) == [
         Problem(
             *("manifests", place),
             f"step 1 as it was dealt has the digest {dealt}, recorded is {'00' * 16}",
         ),
         Problem("manifests", place, "a group of step 1 lies on two ranks"),
     ]
-    assert list(audit.dealt(7, structs.replace(DEALT, step=2), LEASED)) == [
+    assert list(audit.dealt(7, structs.replace(DEALT, step=2), lambda _: LEASED)) == [
         Problem(*("manifests", place), "step 2 was dealt anew, and was not leased or is committed")
     ]
 
@@ -164,7 +164,7 @@ ANNOTATED = ExperiencesAnnotated(
 
 
 def test_a_manifest_is_compared_with_the_annotations_that_it_names() -> None:
-    audit = LogAudit(EventChain("run"))
+    audit = LogAudit(EventChain("run"), lambda _: None)
     audit.position = 2
 
     def problems_of(fact: Fact) -> list[str]:
@@ -199,7 +199,7 @@ def test_a_manifest_is_compared_with_the_annotations_that_it_names() -> None:
 )
 def test_a_number_that_can_be_no_address_is_a_wrong_form(fact: Fact) -> None:
     kind = type(fact).__name__
-    audit = LogAudit(EventChain("run"))
+    audit = LogAudit(EventChain("run"), lambda _: None)
     audit.position = 6
     body = encode_body(kind, body_of(fact))
     audit.add([StoredEvent(7, kind, "somebody", 1, body, None)])

@@ -20,10 +20,10 @@ from tests.pipeline.watching import (
     rejected_groups,
 )
 from tests.raw_store import rows
-from trinity_buffer import StrategyConsumer, run_strategy
+from trinity_buffer import StrategyConsumer, run_strategy, verify
 from trinity_buffer.algorithm.add_strategy import AddStrategy
 from trinity_buffer.errors import StoreUnavailableError
-from trinity_buffer.store import counts, writer_queries
+from trinity_buffer.store import writer_queries
 
 
 @pytest.fixture(autouse=True)
@@ -93,8 +93,8 @@ async def test_a_deadline_closes_a_group_by_itself_and_over_restarts(store_url: 
                 await writer.write([rollout(task=1, run=1)])
                 await experiment.finish("enough")
         assert report == [ConsumerReport(3, 0, 0, 0)]
-        refused = await experiment.database.read(counts.reasons, experiment.key, "")
-        assert refused == {"late": 1}  # its batch was sealed at the deadline
+        (grpo,) = (await verify(experiment)).strategies
+        assert grpo.rejected == {"late": 1}  # its batch was sealed at the deadline
         await assert_conserved(experiment)
 
 

@@ -27,7 +27,7 @@ from tests.whole_stores import digest_of
 from trinity_buffer import open_store, verify
 from trinity_buffer.codec.objects import encode_body
 from trinity_buffer.errors import CheckpointError, CodecError, InvalidArgumentError
-from trinity_buffer.events import BatchLeased, StepsCommitted, body_of
+from trinity_buffer.events import BatchLeased, ExperiencesRejected, StepsCommitted, body_of
 from trinity_buffer.pipeline.manifest import manifest_digest
 from trinity_buffer.store import segments
 
@@ -321,13 +321,23 @@ async def test_a_quick_look_counts_rows(sample: SampleRun, table: Any) -> None:
     assert f"projections: {table.name}: it has" in told(report)
 
 
-async def test_a_row_handed_out_and_not_there_breaks_the_equation(sample: SampleRun) -> None:
+async def test_a_row_handed_out_and_not_there_is_named(sample: SampleRun) -> None:
     columns = "experiment, consumer, source, address, step"
     other = columns.replace("address", "address + 999")
     await unguarded(
         sample.url, sql(f"INSERT INTO delivery ({columns}) SELECT {other} FROM delivery LIMIT 1")
     )
     report = await verified(sample)
+    assert "is there, but no event made it" in told(report)
+
+
+async def test_a_row_rejected_and_not_there_breaks_the_equation(sample: SampleRun) -> None:
+    fact = ExperiencesRejected(
+        consumer="trainer", by="trainer", experiences=[7 << 40], reasons=["stale"], planned_groups=0
+    )
+    async with open_store(sample.url) as store:
+        await append(await store.experiment(sample.name), fact)
+    report = await verified(sample, quick=True)
     assert not report.trainers[0].holds
     assert "conservation: trainer: the terms do not add up" in told(report)
 

@@ -645,8 +645,8 @@ FAULTS = [
     Fault(
         "verify forgets manifests that are dealt anew later",
         "pipeline/verify/verify.py",
-        "if isinstance(at.fact, BatchLeased)}",
-        "if False}",
+        "if isinstance(at.fact, BatchLeased)), None)",
+        "if False), None)",
         "tests/trainer/test_damaged_steps.py"
         "::test_ranks_come_and_go_before_and_behind_what_is_dropped",
     ),

@@ -64,9 +64,6 @@ QUESTIONS: dict[str, Callable[[Transaction], Any]] = {
     "events of rare kinds": lambda tx: log.read_after(
         tx, 1, 0, limit=9, kinds=(TrainerRewound.__name__, "BatchSealed"), up_to=END
     ),
-    "what a strategy has done": lambda tx: counts.recount_strategy(tx, 1, TRAINER),
-    "what a trainer has done": lambda tx: counts.recount_trainer(tx, 1, TRAINER),
-    "how full the plans are": lambda tx: counts.recount_plans(tx, 1),
     "which rollouts lack a reward": lambda tx: counts.unrewarded(tx, 1, 2),
     "which groups are open": lambda tx: counts.open_groups(tx, 1, TRAINER),
     "what a trainer's numbers are": lambda tx: counts.of_trainer(tx, 1, TRAINER, {}),

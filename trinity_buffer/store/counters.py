@@ -56,9 +56,7 @@ def kinds(numbers: Numbers) -> dict[str, int]:
 
 def numbers_of(tx: Transaction, experiment: int) -> Numbers:
     """Return the counters of one experiment."""
-    return {
-        (name, state): int(number) for name, state, number in _NUMBERS.fetch_all(tx, of=experiment)
-    }
+    return {(name, state): number for name, state, number in _NUMBERS.fetch_all(tx, of=experiment)}
 
 
 _NUMBERS = Statement("SELECT consumer, state, number FROM counter WHERE experiment = :of")

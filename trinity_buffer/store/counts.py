@@ -1,10 +1,8 @@
-"""Numbers of rows by state: from the counters, and row by row from the projections.
+"""Numbers of rows by state, mostly from the counters: they cost the same however long a run is.
 
-The functions that take the `Numbers` of `counters` cost the same however long a run is. They derive
-some terms as differences, so their sums always hold. The ``recount_`` functions, for `verify`,
-count total and terms independently, so that a row that is lost or duplicated breaks the equation;
-only two numbers are differences: rows that are ``leased`` (handed out less committed) and planned
-rollouts that are ``missing`` (planned less stored). Each function needs one transaction.
+Some terms are differences, so that their sums always hold. `verify` counts total and terms
+independently, from the events alone, so that a row that is lost or duplicated breaks the equation.
+Each function needs one transaction.
 """
 
 from __future__ import annotations
@@ -167,77 +165,6 @@ _LEFT_OUT = Statement(
     "SELECT count(*) FROM rejection r WHERE r.experiment = :of AND r.consumer = :by "
     "AND r.address >= :start AND EXISTS (SELECT 1 FROM annotation a "
     "WHERE a.experiment = r.experiment AND a.consumer = :set AND a.address = r.address OFFSET 0)"
-)
-
-
-def recount_strategy(tx: Transaction, experiment: int, row: ConsumerRow) -> StrategyCounts:
-    """Count the rows of one annotation set."""
-    asked = {"of": experiment, "by": row.name, "start": first_address(row.cursor + 1)}
-    ((recorded, unseen, waits, annotated, rows),) = _RECOUNT_SET.fetch_all(tx, **asked)
-    rejected = Counter(reasons(tx, experiment, row.name)) + Counter(reasons(tx, experiment, ""))
-    parts = (recorded, unseen, waits, annotated)
-    return StrategyCounts(row.name, *parts, dict(sorted(rejected.items())), rows)
-
-
-# What was refused no strategy ever sees.
-_RECOUNT_SET = Statement(
-    "SELECT recorded, unseen, (SELECT count(*) FROM waiting WHERE experiment = :of "
-    "AND consumer = :by), annotated, rows_of_set FROM (SELECT count(*) AS recorded, "
-    "count(CASE WHEN address >= :start AND refused IS NULL THEN 1 END) AS unseen "
-    "FROM experience WHERE experiment = :of) AS e, (SELECT count(DISTINCT experience) "
-    "AS annotated, count(*) AS rows_of_set FROM annotation "
-    "WHERE experiment = :of AND consumer = :by) AS a"
-)
-
-
-def recount_trainer(tx: Transaction, experiment: int, row: ConsumerRow) -> TrainerCounts:
-    """Count the rows of one trainer."""
-    of, mine = str(row.config.get("strategy", "")), {"of": experiment, "by": row.name}
-    ((rows, ready),) = _RECOUNT_READY.fetch_all(tx, **mine, set=of)
-    ((leased, committed),) = _RECOUNT_HANDED.fetch_all(tx, **mine, last=row.committed_step)
-    rejected = reasons(tx, experiment, row.name)
-    return TrainerCounts(row.name, of, rows, ready, leased, committed, rejected)
-
-
-# An expert's rows are not of this set.
-_RECOUNT_HANDED = Statement(
-    "SELECT count(CASE WHEN step > :last THEN 1 END), count(CASE WHEN step <= :last THEN 1 END) "
-    "FROM delivery WHERE experiment = :of AND consumer = :by AND source = ''"
-)
-_RECOUNT_READY = Statement(
-    "SELECT count(*), count(CASE WHEN NOT EXISTS (SELECT 1 FROM delivery d "
-    "WHERE d.experiment = :of AND d.consumer = :by AND d.source = '' "
-    "AND d.address = a.address OFFSET 0) AND NOT EXISTS (SELECT 1 FROM rejection r "
-    "WHERE r.experiment = :of AND r.consumer = :by AND r.address = a.address OFFSET 0) "
-    "THEN 1 END) FROM annotation a WHERE a.experiment = :of AND a.consumer = :set"
-)
-
-
-def recount_plans(tx: Transaction, experiment: int) -> PlanCounts:
-    """Count planned rollouts, and those of them that are stored."""
-    ((planned, stored),) = _PLANS.fetch_all(tx, of=experiment)
-    return PlanCounts(int(planned), int(stored))
-
-
-_PLANS = Statement(
-    "SELECT coalesce(sum(rollouts_per_group * (SELECT count(*) FROM plan p "
-    "WHERE p.experiment = batch.experiment AND p.batch = batch.batch)), 0), "
-    f"coalesce(sum({counters.STORED}), 0) FROM batch WHERE experiment = :of"
-)
-
-
-def reasons(tx: Transaction, experiment: int, name: str) -> dict[str, int]:
-    """Return reason -> how many rows a consumer rejected for it; as `counters.reasons` does."""
-    return dict((_REASONS if name else _REFUSED).fetch_all(tx, of=experiment, by=name))
-
-
-_REASONS = Statement(
-    "SELECT reason, count(*) FROM rejection WHERE experiment = :of AND consumer = :by "
-    "GROUP BY reason ORDER BY reason"
-)
-_REFUSED = Statement(
-    "SELECT refused, count(*) FROM experience WHERE experiment = :of AND refused IS NOT NULL "
-    "GROUP BY refused"
 )
 
 

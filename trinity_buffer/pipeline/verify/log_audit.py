@@ -7,7 +7,7 @@ refusals with seals, manifests with annotations, archives with decisions.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import count
 from operator import itemgetter
@@ -39,6 +39,7 @@ from trinity_buffer.pipeline.verify.addresses import (
     unpacked,
 )
 from trinity_buffer.store import counters
+from trinity_buffer.store.counts import PlanCounts, StrategyCounts, TrainerCounts
 from trinity_buffer.store.log import EventChain, StoredEvent
 from trinity_buffer.store.rows import MAX_ROWS_PER_EVENT, first_address, written_as
 
@@ -63,6 +64,9 @@ class Problem:
     def __str__(self) -> str:
         return f"{self.check}: {self.where}: {self.what}"
 
+
+LeaseAt = Callable[[int], events.BatchLeased | None]
+"""Returns the lease at a position, or None if it cannot be read."""
 
 _OTHER_EXPERIMENT = 1 << 56
 """Far above every address: tells rows of another experiment from those of the trainer's own."""
@@ -106,14 +110,16 @@ class TrainerAudit:
 
     Attributes:
         name: of the consumer.
+        annotation_set: which it trains on.
         steps: what was leased, by step.
         live: step -> digest that its commit names, on the live line.
         twice: (step, digest) of the manifests that were committed again on the live line.
         commits: all of them, those that were superseded too.
     """
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, annotation_set: str = "") -> None:
         self.name = name
+        self.annotation_set = annotation_set
         self.steps: dict[int, LeasedManifest] = {}
         self.live: dict[int, bytes] = {}
         self.twice: list[tuple[int, bytes]] = []
@@ -149,23 +155,15 @@ class TrainerAudit:
         numbers = np.array([self._sources[name] for name in sources] or 0, np.int64)
         return np.array(addresses, np.int64) + numbers * _OTHER_EXPERIMENT
 
-    def dealt(
-        self, position: int, fact: events.StepDealt, lease: events.BatchLeased | None
-    ) -> Iterator[Problem]:
-        """Take in a ``StepDealt``: the rows of its step, each once, whole groups on one rank.
-
-        Args:
-            position: of the event.
-            fact: what it says.
-            lease: the event that it refers to.
-        """
+    def dealt(self, position: int, fact: events.StepDealt, lease_at: LeaseAt) -> Iterator[Problem]:
+        """Take in a ``StepDealt``: the rows of its step, each once, whole groups on one rank."""
         leased = self.steps.get(fact.step)
         is_leased = leased is not None and leased.position == fact.leased_at
-        if leased is None or lease is None or not is_leased or fact.step in self.live:
+        manifest = lease_at(fact.leased_at) if is_leased and fact.step not in self.live else None
+        if leased is None or manifest is None:
             what = f"step {fact.step} was dealt anew, and was not leased or is committed"
             yield self._wrong("manifests", position, what)
             return
-        manifest = lease
         each_once = len(set(fact.order)) == len(fact.order) and min(fact.order, default=0) >= 0
         # Rows are taken by these places: a wrong one would fail here instead of being reported.
         if each_once:
@@ -310,6 +308,26 @@ class TrainerAudit:
                     yield self._wrong("conservation", position, what)
                 before[row] = position
 
+    def terms(self, annotated: Integers, rejected: dict[str, int]) -> TrainerCounts:
+        """Return what became of the rows of its set, ``annotated``; ``rejected``: by reason."""
+        handed_out = [
+            (number in self.live, unpacked(step.rows)) for number, step in self.steps.items()
+        ]
+        committed, leased = (
+            sum(
+                int((rows < _OTHER_EXPERIMENT).sum())
+                for is_live, rows in handed_out
+                if is_live == of
+            )
+            for of in (True, False)
+        )
+        gone = [rows for _, rows in handed_out] + [unpacked(rows) for _, rows in self._rejected]
+        ready = int(lacking(np.sort(together(gone)), annotated).sum())
+        rows = len(annotated)
+        return TrainerCounts(
+            self.name, self.annotation_set, rows, ready, leased, committed, rejected
+        )
+
     def _wrong(self, check: str, position: int, what: str) -> Problem:
         return Problem(check, f"position {position} (trainer {self.name!r})", what)
 
@@ -322,15 +340,11 @@ class _Strategy:
         seen: the last position that it has seen.
         annotated: position -> the experiences of its annotations, packed, in their order.
         rejected: those that it rejected, packed event by event.
-        rows: how many annotations there are, copies included.
-        decided: how many experiences it has decided.
     """
 
     seen: int = 0
     annotated: dict[int, bytes] = field(default_factory=dict)
     rejected: list[bytes] = field(default_factory=list)
-    rows: int = 0
-    decided: int = 0
 
     def all_decided(self) -> Integers:
         """Return the experiences that it has decided, in order; copies are one experience."""
@@ -339,16 +353,25 @@ class _Strategy:
         decided.sort()
         return decided
 
+    def rows(self) -> Integers:
+        """Return the addresses of its annotations, copies included."""
+        parts = ((first_address(at), unpacked(rows)) for at, rows in self.annotated.items())
+        return together(np.arange(first, first + len(rows)) for first, rows in parts)
+
+
+_NOTHING = packed(())
+
 
 class LogAudit:
     """Collects what the log says, event by event: `add` it, `finish`, then ask.
 
     Args:
         chain: follows the heads.
+        lease_at: reads the manifest of a step that was dealt anew: they are few.
         contents: whether to keep what `contents` holds.
 
     Attributes:
-        chain: as given.
+        chain, lease_at: as given.
         contents: (uid, content digest) of all recorded experiences.
         position: the last one that was added.
         events: how many there were.
@@ -359,10 +382,12 @@ class LogAudit:
         trainers: what was leased and committed, by consumer.
         archived: segments that may have left the database -> where to; None: for good.
         files: archive -> position of the event that names it, and the sha256 that it says.
+        terms: of each strategy and each trainer, what became of everything, once it is finished.
     """
 
-    def __init__(self, chain: EventChain, *, contents: bool = False) -> None:
+    def __init__(self, chain: EventChain, lease_at: LeaseAt, *, contents: bool = False) -> None:
         self.chain = chain
+        self.lease_at = lease_at
         self.contents = Names() if contents else None
         self.position = 0
         self.events = 0
@@ -373,14 +398,12 @@ class LogAudit:
         self.trainers: dict[str, TrainerAudit] = {}
         self.archived: dict[bytes, str | None] = {}
         self.files: dict[str, tuple[int, str | None]] = {}
+        self.terms: list[StrategyCounts | TrainerCounts] = []
         self._guests: dict[str, TrainerAudit] = {}  # trainers of other experiments
-        self._trained: set[str] = set()  # the annotation sets of trainers
         self._strategies: dict[str, _Strategy] = {}
         self._recorded: dict[int, bytes] = {}  # position -> packed addresses, without refused ones
         self._scores = defaultdict[str, list[bytes]](list)
         self._numbers: Counter[tuple[str, str]] = Counter()
-        self._rejections = 0
-        self._waiting = 0
         self._versions: set[int] = set()
 
     @property
@@ -388,15 +411,8 @@ class LogAudit:
         """How many experiences were recorded."""
         return self._numbers["", counters.RECORDED]
 
-    def add(
-        self, page: Sequence[StoredEvent], leases: Mapping[int, events.BatchLeased] | None = None
-    ) -> list[PlacedFact]:
-        """Take in the next events of the log; return those whose body can be read.
-
-        Args:
-            page: the events.
-            leases: position -> lease of each step that one of them deals anew.
-        """
+    def add(self, page: Sequence[StoredEvent]) -> list[PlacedFact]:
+        """Take in the next events of the log; return those whose body can be read."""
         facts = []
         for stored in page:
             self._follow(stored)
@@ -408,7 +424,7 @@ class LogAudit:
             # Unknown kinds too: a newer version counts the events that it records.
             self._numbers["", stored.kind] += 1
             try:
-                self._read(stored.position, fact, stored.actor, leases or {})
+                self._read(stored.position, fact, stored.actor)
             except (CodecError, LookupError, TypeError, ValueError, ArithmeticError) as error:
                 what = f"its body has not the form of {stored.kind}: {error!r}"
                 self._wrong("log", stored.position, what)
@@ -433,9 +449,7 @@ class LogAudit:
         self.position = stored.position
         self.events += 1
 
-    def _read(  # noqa: C901, PLR0912, PLR0915 - one case per kind
-        self, position: int, fact: Fact, actor: str, leases: Mapping[int, events.BatchLeased]
-    ) -> None:
+    def _read(self, position: int, fact: Fact, actor: str) -> None:  # noqa: C901, PLR0912, PLR0915 - one case per kind
         match fact:
             case events.BatchPlanned():
                 groups, rollouts = len(fact.tasks), len(fact.tasks) * fact.rollouts_per_group
@@ -451,8 +465,8 @@ class LogAudit:
             case events.ExperiencesRecorded():
                 self._experiences(position, fact)
             case events.ConsumerRegistered(kind="trainer"):
-                self.trainers[fact.consumer] = TrainerAudit(fact.consumer)
-                self._trained.add(str(fact.config.get("strategy")))
+                of = str(fact.config.get("strategy", ""))
+                self.trainers[fact.consumer] = TrainerAudit(fact.consumer, of)
             case events.ConsumerRegistered():
                 self._strategies[fact.consumer] = _Strategy()
             case events.ExperiencesAnnotated():
@@ -463,8 +477,8 @@ class LogAudit:
                 self._compare_with_annotations(position, fact)
                 self.problems += self._trainer(fact.consumer).leased(position, fact)
             case events.StepDealt():
-                lease = leases.get(fact.leased_at)
-                self.problems += self._trainer(fact.consumer).dealt(position, fact, lease)
+                trainer = self._trainer(fact.consumer)
+                self.problems += trainer.dealt(position, fact, self.lease_at)
             case events.RanksAssembled():
                 self._trainer(fact.consumer).assembled(fact)
             case events.StepsCommitted():
@@ -543,17 +557,13 @@ class LogAudit:
             self._numbers[fact.consumer, counters.ANNOTATED] += distinct
             self._numbers[fact.consumer, counters.ROWS] += rows
         strategy.annotated[position] = packed(fact.experiences)
-        strategy.rows += rows
-        strategy.decided += distinct
 
     def _rejected(self, position: int, fact: events.ExperiencesRejected) -> None:
-        name, count = fact.consumer, len(fact.experiences)
-        self._rejections += count
+        name = fact.consumer
         self._numbers.update((name, counters.rejected_for(reason)) for reason in fact.reasons)
         if fact.by == "strategy":
             strategy = self._strategy(position, name, fact.seen)
             strategy.rejected.append(packed(fact.experiences))
-            strategy.decided += count
         elif name in self.trainers or "/" not in name:
             self._trainer(name).rejected(position, fact)
         else:
@@ -569,7 +579,7 @@ class LogAudit:
         places, all_slots = np.divmod(rows, MAX_ROWS_PER_EVENT)
         for place in np.unique(places[own]).tolist():
             mine = own[places[own] == place]
-            annotated, slots = unpacked(strategy.annotated.get(place, b"\0")), all_slots[mine]
+            annotated, slots = unpacked(strategy.annotated.get(place, _NOTHING)), all_slots[mine]
             if (slots >= len(annotated)).any():
                 annotation = written_as(int(rows[mine[0]]))
                 what = f"set {fact.annotation_set!r} has no annotation {annotation}"
@@ -588,7 +598,8 @@ class LogAudit:
             self.files[fact.uri] = (position, fact.digest)
         places = [self.segments[key] for key in fact.segments if key in self.segments]
         gone = [unpacked(self._recorded[place]) for place in places if place in self._recorded]
-        for name in sorted(self._trained) if gone else ():
+        trained = {trainer.annotation_set for trainer in self.trainers.values()}
+        for name in sorted(trained) if gone else ():
             decided = self._strategies.get(name, _Strategy()).all_decided()
             if count := int((~np.isin(np.concatenate(gone), decided)).sum()):
                 what = f"it archives {count} experiences that set {name!r} had not decided"
@@ -606,14 +617,35 @@ class LogAudit:
         for trainer in (*self.trainers.values(), *self._guests.values()):
             self.problems += trainer.finish()
         recorded = together(map(unpacked, self._recorded.values()))
-        for name, strategy in self._strategies.items():
+        for name, strategy in sorted(self._strategies.items()):
             decided = strategy.all_decided()
             seen = recorded[: np.searchsorted(recorded, first_address(strategy.seen + 1))]
-            self._waiting += len(seen) - strategy.decided
+            rejected = Counter(self._rejected_by("")) + Counter(self._rejected_by(name))
+            self.terms.append(
+                StrategyCounts(
+                    name,
+                    recorded=self.experiences,
+                    unseen=len(recorded) - len(seen),
+                    waiting=int(lacking(decided, seen).sum()),
+                    annotated=self._numbers[name, counters.ANNOTATED],
+                    rejected=dict(sorted(rejected.items())),
+                    rows=self._numbers[name, counters.ROWS],
+                )
+            )
             for address in repeated(decided):
                 self._decided_wrongly(name, address, "was decided twice")
             for address in decided[lacking(seen, decided)].tolist():
                 self._decided_wrongly(name, address, "was decided, and was not there to be seen")
+        for name, trainer in sorted(self.trainers.items()):
+            rows = self._strategies.get(trainer.annotation_set, _Strategy()).rows()
+            self.terms.append(trainer.terms(rows, self._rejected_by(name)))
+        for terms in self.terms:
+            if not terms.holds:
+                what = f"the terms do not add up: {terms}"
+                self.problems.append(Problem("conservation", terms.consumer, what))
+
+    def _rejected_by(self, name: str) -> dict[str, int]:
+        return counters.reasons(self._numbers, name)
 
     def _decided_wrongly(self, name: str, address: int, what: str) -> None:
         where = f"experience {written_as(address)}"
@@ -622,15 +654,16 @@ class LogAudit:
     def rows(self) -> dict[str, int]:
         """Return how many rows each projection must have, once it is finished."""
         steps = [step for trainer in self.trainers.values() for step in trainer.steps.values()]
+        consumers = {name for name, _ in self._numbers if name}
         return {
             "configuration": 1,
             "batch": len(self.batches),
             "plan": self._numbers["", counters.PLANNED_GROUPS],
             "experience": self.experiences,
             "consumer": self._numbers["", events.ConsumerRegistered.__name__],
-            "waiting": self._waiting,
-            "annotation": sum(strategy.rows for strategy in self._strategies.values()),
-            "rejection": self._rejections,
+            "waiting": sum(of.waiting for of in self.terms if isinstance(of, StrategyCounts)),
+            "annotation": sum(self._numbers[name, counters.ROWS] for name in self._strategies),
+            "rejection": sum(sum(self._rejected_by(name).values()) for name in consumers),
             "delivery": sum(step.count for step in steps),
             "step": self._numbers["", events.BatchLeased.__name__],
             "policy": self._numbers["", events.PolicyPublished.__name__],
@@ -640,6 +673,10 @@ class LogAudit:
             "counter": len(self.numbers()),
             "archived": len(self.archived),
         }
+
+    def plans(self) -> PlanCounts:
+        """Return the planned rollouts."""
+        return PlanCounts(self._numbers["", counters.PLANNED_ROLLOUTS], self.batches.stored())
 
     def numbers(self) -> counters.Numbers:
         """Return the number that each counter must have."""

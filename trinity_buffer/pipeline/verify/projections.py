@@ -7,12 +7,13 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import Any
 
 import anyio.to_thread
 
 from trinity_buffer.codec.objects import decode_fact
 from trinity_buffer.errors import CodecError, StoreError
-from trinity_buffer.events import PlacedFact
+from trinity_buffer.events import PlacedFact, kinds_of
 from trinity_buffer.limits import sizes
 from trinity_buffer.store import log, refold
 from trinity_buffer.store.connection import Database
@@ -73,6 +74,16 @@ def readable_events(page: Sequence[StoredEvent]) -> list[PlacedFact]:
         with suppress(CodecError):
             events += decoded_events([event])
     return events
+
+
+async def facts_of(
+    database: Database, experiment: int, kinds: Any, *, after: int = 0, up_to: int | None = None
+) -> AsyncGenerator[tuple[int, Any]]:
+    """Yield position and fact of the sound events of a kind, or of a union such as ``A | B``."""
+    named = kinds_of(kinds)
+    async for page in pages(database, experiment, after=after, up_to=up_to, kinds=named):
+        for event in await anyio.to_thread.run_sync(readable_events, page):
+            yield event.position, event.fact
 
 
 def scratch_for(database: Database, experiment: int) -> AbstractContextManager[Scratch]:

@@ -32,7 +32,6 @@ from trinity_buffer.events import (
     ExperiencesRecorded,
     PlacedFact,
     WithSegment,
-    kinds_of,
 )
 from trinity_buffer.identity import FAMILIES
 from trinity_buffer.limits import sizes
@@ -40,7 +39,7 @@ from trinity_buffer.pipeline.archive import digest_of, read_archive
 from trinity_buffer.pipeline.handle import by_size
 from trinity_buffer.pipeline.load.reading import blobs_of
 from trinity_buffer.pipeline.verify.log_audit import Problem
-from trinity_buffer.pipeline.verify.projections import pages, readable_events
+from trinity_buffer.pipeline.verify.projections import facts_of
 from trinity_buffer.sampling import SEGMENTS, sampled
 from trinity_buffer.store import log, schema, segments
 from trinity_buffer.store.connection import Database
@@ -256,9 +255,6 @@ def check_archives(
             yield Problem("archives", path, f"{what}, and {error}")
 
 
-_KINDS = kinds_of(WithSegment)
-
-
 async def check_surroundings(
     database: Database, named: Collection[bytes], *, quick: bool
 ) -> list[Problem]:
@@ -279,8 +275,7 @@ async def check_surroundings(
     orphans = (await database.read(database.segments.keys)).difference(named)
     others = await database.read(log.experiment_names) if orphans else {}
     for key in others.values():
-        async for page in pages(database, key, kinds=_KINDS):
-            facts = [event.fact for event in readable_events(page)]
-            orphans -= {fact.segment for fact in facts if isinstance(fact, WithSegment)}
+        async for _, fact in facts_of(database, key, WithSegment):
+            orphans.discard(fact.segment)
     what = "no event names it"  # of any experiment
     return problems + [Problem("segments", f"segment {key.hex()}", what) for key in orphans]

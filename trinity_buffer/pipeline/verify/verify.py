@@ -12,23 +12,22 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import aclosing, nullcontext, suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import anyio.from_thread
 import anyio.to_thread
 import numpy as np
 
-from trinity_buffer.errors import InvalidArgumentError, StoreError
+from trinity_buffer.errors import InvalidArgumentError
 from trinity_buffer.events import (
     BatchLeased,
     ExperiencesRecorded,
     PlacedFact,
     SegmentsArchived,
-    StepDealt,
-    kinds_of,
 )
 from trinity_buffer.limits import sizes
 from trinity_buffer.pipeline.coordination.waiting import made_ahead, task_group
@@ -49,10 +48,10 @@ from trinity_buffer.pipeline.verify.segments import (
     check_segments,
     check_surroundings,
 )
-from trinity_buffer.store import counters, counts, log, refold, writer_queries
+from trinity_buffer.store import counters, log, refold
 from trinity_buffer.store.counts import PlanCounts, StrategyCounts, TrainerCounts
 from trinity_buffer.store.log import EventChain, StoredEvent
-from trinity_buffer.store.refold import Difference, Scratch, UnfoldableError
+from trinity_buffer.store.refold import Scratch, UnfoldableError
 from trinity_buffer.store.rows import address_of, written_as
 from trinity_buffer.store.transaction import Transaction
 
@@ -291,8 +290,17 @@ async def verify(
     outside = (acknowledged, checkpoint, head)
     noted, chain, heads = await anyio.to_thread.run_sync(_outside, *outside)
     compares = noted is not None and bool(noted.compared.number)
-    audit = LogAudit(EventChain(experiment.name, heads), contents=compares)
     database, key = experiment.database, experiment.key
+
+    async def read_lease(position: int) -> BatchLeased | None:
+        placed = projections.readable_events(await database.read(log.read_at, key, [position]))
+        return next((at.fact for at in placed if isinstance(at.fact, BatchLeased)), None)
+
+    audit = LogAudit(
+        EventChain(experiment.name, heads),
+        lambda position: anyio.from_thread.run(read_lease, position),
+        contents=compares,
+    )
     with nullcontext() if quick else projections.scratch_for(database, key) as scratch:
         # Before the log is read, and up to the head of then: what comes later is neither audited
         # nor counted.
@@ -302,7 +310,6 @@ async def verify(
         segments, in_segments = await read
         problems = audit.problems
         problems += await _compare_projections(experiment, audit, live, scratch, progress)
-    problems += _conservation(live, audit)
     check = partial(check_archives, audit.files, dict(audit.archived), quick=quick)
     problems += await anyio.to_thread.run_sync(lambda: list(check()))
     problems += await _damaged_segments(experiment, audit, live.head, in_segments)
@@ -326,9 +333,9 @@ async def verify(
         lost_items=lost,
         duplicated_items=(*await _recorded_twice(experiment, audit), *trained_twice),
         problems=tuple(problems),
-        strategies=live.strategies,
-        trainers=live.trainers,
-        plans=live.plans,
+        strategies=tuple(of for of in audit.terms if isinstance(of, StrategyCounts)),
+        trainers=tuple(of for of in audit.terms if isinstance(of, TrainerCounts)),
+        plans=audit.plans(),
         seconds=time.perf_counter() - begin,
     )
 
@@ -403,41 +410,16 @@ class VerifyReport:
 
 
 class _Snapshot(NamedTuple):
-    """What the projections said in one transaction, and the head of the log then.
-
-    Attributes:
-        damage: why they cannot be counted, which are no numbers then; None: they were.
-    """
+    """What the projections said in one transaction, and the head of the log then."""
 
     head: int
     rows: dict[str, int]
     numbers: counters.Numbers
-    strategies: tuple[StrategyCounts, ...] = ()
-    trainers: tuple[TrainerCounts, ...] = ()
-    plans: PlanCounts = PlanCounts(0, 0)
-    damage: str | None = None
 
 
 def _snapshot(tx: Transaction, experiment: int) -> _Snapshot:
     head, rows = log.head(tx, experiment), refold.counts(tx, experiment)
-    try:
-        consumers = writer_queries.consumers(tx, experiment).values()
-        sets, trainers = (
-            [row for row in consumers if row.kind == kind] for kind in ("strategy", "trainer")
-        )
-        return _Snapshot(
-            head,
-            rows,
-            counters.numbers_of(tx, experiment),
-            tuple(counts.recount_strategy(tx, experiment, row) for row in sets),
-            tuple(counts.recount_trainer(tx, experiment, row) for row in trainers),
-            counts.recount_plans(tx, experiment),
-        )
-    except (StoreError, TypeError, ValueError) as error:
-        # A value of another type, as one flipped bit makes it on SQLite, must not keep the rest
-        # from being looked at.
-        damage = f"the projections cannot be counted: {error}"
-        return _Snapshot(head, rows, {}, damage=damage)
+    return _Snapshot(head, rows, counters.numbers_of(tx, experiment))
 
 
 def _outside(
@@ -497,16 +479,7 @@ async def _read_log(
     # A page is read while the one before is worked on.
     async with aclosing(log_pages), made_ahead(next_page) as ahead:
         async for page in ahead:
-            # The leases of the steps that this page deals anew are read once more: they are few.
-            dealt = projections.readable_events(
-                [event for event in page if event.kind == StepDealt.__name__]
-            )
-            places = {at.fact.leased_at for at in dealt if isinstance(at.fact, StepDealt)}
-            before = sorted(place for place in places if 0 < place < page[-1].position)
-            stored = await database.read(log.read_at, key, before) if before else []
-            placed = projections.readable_events(stored)
-            leases = {at.position: at.fact for at in placed if isinstance(at.fact, BatchLeased)}
-            facts = await anyio.to_thread.run_sync(audit.add, page, leases)
+            facts = await anyio.to_thread.run_sync(audit.add, page)
             if scratch is not None:
                 async with task_group() as group:  # SQLite folds while segments are decoded
                     group.start_soon(fold, scratch, facts)
@@ -527,57 +500,37 @@ async def _compare_projections(
 ) -> list[Problem]:
     """Compare the projections with those of another fold, and with what the audit counted."""
     miscounted = [
-        Problem("projections", table, f"it has {live.rows[table]} rows, the log says {number}")
+        (table, f"it has {live.rows[table]} rows, the log says {number}")
         for table, number in audit.rows().items()
         if live.rows[table] != number
     ]
     audited = audit.numbers()
     miscounted += [
-        Problem(
-            "projections", "counter", f"{key} is {live.numbers[key]}, the log says {audited[key]}"
-        )
+        ("counter", f"{key} is {live.numbers[key]}, the log says {audited[key]}")
         for key in sorted(live.numbers.keys() & audited.keys())
         if live.numbers[key] != audited[key]
     ]
-    problems = list[Problem]()
+    wrong, problems = miscounted, list[Problem]()
     # It refuses a log that does not hold.
     remedy = "" if audit.problems else "; `trinity-buffer rebuild` mends it"
-    differences: list[Difference] | None = None
     try:
         if scratch is not None:
             differences = await projections.compare(
                 experiment.database, scratch, progress, projections.readable_events
             )
+            wrong = [(difference.table, str(difference)) for difference in differences]
     except UnfoldableError as error:
         what = f"{error.kind} contradicts the events before it: {error.cause}"
         problems, remedy = [Problem("fold", f"position {error.position}", what)], ""
-    if differences is None:
-        return problems + [replace(wrong, what=wrong.what + remedy) for wrong in miscounted]
-    if miscounted and not differences and not audit.problems:
+    if miscounted and not wrong and not audit.problems:
         # The fold agrees with itself, so only the audit, which shares no code with it, can tell
         # that it is the fold that is wrong.
         what = (
             "they are what the fold of this version makes of the log, and not what its events "
-            f"add up to: {miscounted[0].where}: {miscounted[0].what}; please report it"
+            f"add up to: {': '.join(miscounted[0])}; please report it"
         )
         return [Problem("projections", "all", what)]
-    return [Problem("projections", wrong.table, f"{wrong}{remedy}") for wrong in differences]
-
-
-def _conservation(live: _Snapshot, audit: LogAudit) -> list[Problem]:
-    """Return whose terms do not add up."""
-    counted: list[StrategyCounts | TrainerCounts] = [*live.strategies, *live.trainers]
-    wrong = [
-        (terms.consumer, f"the terms do not add up: {terms}")
-        for terms in counted
-        if not terms.holds
-    ]
-    if live.damage is not None:
-        wrong.append(("projections", live.damage))
-    elif live.plans.stored != (stored := audit.batches.stored()):
-        what = f"{live.plans.stored} planned runs are stored, by the log {stored}"
-        wrong.append(("plan", what))
-    return [Problem("conservation", where, what) for where, what in wrong]
+    return problems + [Problem("projections", table, what + remedy) for table, what in wrong]
 
 
 async def _damaged_segments(
@@ -586,13 +539,9 @@ async def _damaged_segments(
     """Return the damaged segments, except those that were archived, maybe just now."""
     archived = set(audit.archived)
     if not archived.issuperset(key for key, _ in problems):
-        kinds = kinds_of(SegmentsArchived)
-        async for page in projections.pages(
-            experiment.database, experiment.key, after=head, kinds=kinds
-        ):
-            for event in projections.readable_events(page):
-                assert isinstance(event.fact, SegmentsArchived)  # the kind that was read
-                archived.update(event.fact.segments)
+        database, key = experiment.database, experiment.key
+        async for _, fact in projections.facts_of(database, key, SegmentsArchived, after=head):
+            archived.update(fact.segments)
     return [problem for key, problem in problems if key not in archived]
 
 
@@ -600,20 +549,13 @@ async def _recorded_twice(experiment: Experiment, audit: LogAudit) -> list[str]:
     """Return the experiences that two events recorded; their uids are looked up again."""
     suspected = audit.uids.repeated()
     places = defaultdict[str, list[str]](list)
-
-    def look(page: Sequence[StoredEvent]) -> None:
-        facts = ((event.position, event.fact) for event in projections.readable_events(page))
-        recorded = ((at, fact) for at, fact in facts if isinstance(fact, ExperiencesRecorded))
-        uids = ((at, *place) for at, fact in recorded for place in enumerate(fact.columns.uids()))
-        for position, slot, uid in uids:
-            if hash(uid) in suspected:
-                places[uid].append(written_as(address_of(position, slot)))
-
-    database, kinds = experiment.database, kinds_of(ExperiencesRecorded)
+    recorded = projections.facts_of(
+        experiment.database, experiment.key, ExperiencesRecorded, up_to=audit.position
+    )
     if suspected:
-        async for page in projections.pages(
-            database, experiment.key, up_to=audit.position, kinds=kinds
-        ):
-            await anyio.to_thread.run_sync(look, page)
+        async for position, fact in recorded:
+            for slot, uid in enumerate(fact.columns.uids()):
+                if hash(uid) in suspected:
+                    places[uid].append(written_as(address_of(position, slot)))
     twice = {uid: written for uid, written in places.items() if len(written) > 1}
     return [f"experience {uid} ({', '.join(written)})" for uid, written in twice.items()]
