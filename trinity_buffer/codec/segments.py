@@ -29,7 +29,7 @@ import numpy.typing as npt
 
 from trinity_buffer.codec.arrays import DTYPES, MAX_DIMENSIONS
 from trinity_buffer.codec.blob import Buffer
-from trinity_buffer.codec.objects import AsTensor, ObjectPacker, pack_plain, unpack_object
+from trinity_buffer.codec.objects import ENCODER, AsTensor, ObjectPacker, pack_plain, unpack_object
 from trinity_buffer.errors import CodecError, CodecVersionError, InvalidArgumentError
 from trinity_buffer.events import ExperienceColumns
 
@@ -207,9 +207,9 @@ def segment_blob(
     for column in columns:
         count = rows if column.rows is None else len(column.rows)
         width = DTYPES[column.dtype].itemsize if column.dtype in DTYPES else 0
-        if len(column.shapes) != count or int(column.sizes.sum()) * width != column.data.nbytes:
+        if len(column.shapes) != count or sum(column.sizes.tolist()) * width != len(column.data):
             raise InvalidArgumentError(
-                f"column {column.field}: {column.data.nbytes} bytes of {column.dtype} do not fit "
+                f"column {column.field}: {len(column.data)} bytes of {column.dtype} do not fit "
                 f"{len(column.shapes)} shapes in {count} rows"
             )
         ndim = column.shapes.shape[1]
@@ -445,11 +445,13 @@ def content_digests(
             row, its keys in order; an empty piece is no object.
     """
     rows = len(kinds)
-    firsts = zip([_DIGEST_VERSION] * rows, kinds, prompts, rewards, strict=True)
+    firsts = list(zip([_DIGEST_VERSION] * rows, kinds, prompts, rewards, strict=True))
     # One list per field, with a piece for each row: the rows are joined at the end, in C.
-    heads: list[Sequence[bytes]] = [
-        ObjectPacker(canonical=True).pack_all(list(map(list, firsts)), "reward")
-    ]
+    try:
+        heads: list[Sequence[bytes]] = [list(map(ENCODER.encode, firsts))]
+    except TypeError:  # rewards of NumPy's types
+        packer = ObjectPacker(canonical=True)
+        heads = [packer.pack_all(list(map(list, firsts)), "reward")]
     buffers: list[Sequence[Buffer]] = []
     for part in content:
         if not isinstance(part, Column):
@@ -462,8 +464,7 @@ def content_digests(
         ends = accumulate((part.sizes * width).tolist(), initial=0)
         data: list[Buffer] = [view[start:stop] for start, stop in pairwise(ends)]
         shapes = list(map(tuple, part.shapes.tolist()))
-        form = [part.field, part.dtype]
-        known = {shape: pack_plain([*form, list(shape)]) for shape in set(shapes)}
+        known = {shape: pack_plain((part.field, part.dtype, shape)) for shape in set(shapes)}
         forms = list(map(known.__getitem__, shapes))
         if part.rows is not None:
             present = part.rows.tolist()

@@ -5,6 +5,7 @@ Encodes tensors as columns of bytes and experiences as segments and metadata, an
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
 from itertools import compress, pairwise
@@ -63,11 +64,10 @@ def columns_of(field: str, tensors: Sequence[Tensor | None]) -> list[Column]:
         InvalidArgumentError: a tensor without dense memory (sparse, meta), or of a dtype that is
             not an element type; the message begins with ``field``.
     """
-    rows = [row for row, tensor in enumerate(tensors) if tensor is not None]
     present = [tensor for tensor in tensors if tensor is not None]
     kinds = list(map(_kind_of, present))
     columns = []
-    for kind in dict.fromkeys(kinds):
+    for kind, number in Counter(kinds).items():
         dtype, ndim, device, layout, is_nested = kind
         if is_nested:  # first, as it raises when it is asked for its shape
             raise InvalidArgumentError(
@@ -82,15 +82,15 @@ def columns_of(field: str, tensors: Sequence[Tensor | None]) -> list[Column]:
             raise InvalidArgumentError(
                 f"{field} has {ndim} dimensions, the most are {MAX_DIMENSIONS}"
             )
-        is_own = list(map(kind.__eq__, kinds))
-        own = list(compress(present, is_own))
-        own_rows = None
-        if len(own) < len(tensors):
-            own_rows = np.array(list(compress(rows, is_own)), np.int64)
+        own, rows = present, None
+        if number < len(tensors):
+            places = (row for row, tensor in enumerate(tensors) if tensor is not None)
+            is_own = list(map(kind.__eq__, kinds))
+            own, rows = list(compress(present, is_own)), np.array([*compress(places, is_own)])
         sizes = map(Tensor.numel if ndim == 1 else Tensor.size, own)
         shapes = np.array(list(sizes), np.int64).reshape(len(own), ndim)
         flat = own if ndim == 1 else [tensor.reshape(-1) for tensor in own]
-        columns.append(Column(field, DTYPE_NAMES[dtype], shapes, bytes_of(flat), own_rows))
+        columns.append(Column(field, DTYPE_NAMES[dtype], shapes, bytes_of(flat), rows))
     return columns
 
 
@@ -224,7 +224,10 @@ class RecordBatch:
             rows = list(map(_every, experiences))
         columns = zip(*rows, strict=True) if rows else [()] * len(_NAMES)
         self.values: dict[str, tuple[Any, ...]] = dict(zip(_NAMES, columns, strict=True))
-        self.kinds = {name: frozenset(map(type, values)) for name, values in self.values.items()}
+        # Most rows have the same types, so few of these tuples are distinct.
+        forms = {tuple(map(type, row)) for row in rows}
+        kinds: Iterable[Iterable[type]] = zip(*forms, strict=True) if rows else [()] * len(_NAMES)
+        self.kinds = dict(zip(_NAMES, map(frozenset, kinds), strict=True))
         self.addresses: tuple[tuple[Any, ...], ...] = ((),) * 5
         if experiences and all(issubclass(kind, EID) for kind in self.kinds["eid"]):
             self.addresses = tuple(zip(*map(_address, self.values["eid"]), strict=True))
@@ -232,15 +235,18 @@ class RecordBatch:
         self.meta: ExperienceColumns
         self.sampling: dict[int, list[Any]] | None = None
 
-    def sizes(self, name: str) -> list[Any]:
-        """Return the number of elements of each row's tensor in a field; None without one."""
-        columns = self.columns.get(name, ())
-        if len(columns) == 1 and columns[0].rows is None:
-            return list(columns[0].sizes.tolist())
-        sizes: list[Any] = [None] * len(self.experiences)
-        for column in columns:
-            for row, size in zip(column.places, column.sizes.tolist(), strict=True):
-                sizes[row] = size
+    @cached_property
+    def sizes(self) -> dict[str, list[Any]]:
+        """Field -> the number of elements of each row's tensor, None for a row without one."""
+        sizes: dict[str, list[Any]] = {}
+        for field, columns in self.columns.items():
+            sizes[field] = [None] * len(self.experiences)
+            for column in columns:
+                if column.rows is None:
+                    sizes[field] = column.sizes.tolist()
+                    continue
+                for row, size in zip(column.places, column.sizes.tolist(), strict=True):
+                    sizes[field][row] = size
         return sizes
 
     @cached_property
@@ -321,7 +327,7 @@ class RecordBatch:
                 self.families[family] = segment_blob(columns, len(self.experiences), packed)
         versions, reasons, segments = self.infos
         kinds, prompts, rewards = (values[name] for name in _NAMES[1:4])
-        lengths, responses = self.sizes("tokens"), self.sizes("action_mask")
+        lengths, responses = self.sizes.get("tokens", []), self.sizes.get("action_mask", [None])
         if None in responses or "dpo" in kinds:
             responses = [experience.response_length for experience in self.experiences]
         columns_of_event: Iterable[Iterable[Any]] = (
@@ -340,7 +346,8 @@ class RecordBatch:
         return self
 
     def _trained_tokens(self) -> list[int]:
-        counts = [count or 0 for count in self.sizes("action_mask")]
+        sizes = self.sizes.get("action_mask", [None] * len(self.experiences))
+        counts = [size or 0 for size in sizes]
         for column in self.columns.get("action_mask", ()):
             elements = column.elements
             if np.count_nonzero(elements) == len(elements):  # single turns: everything is selected

@@ -365,7 +365,9 @@ class TrainerLease(Lease):
     @override
     def renew(self, tx: Transaction) -> None:
         super().renew(tx)
-        self.presence.note(tx)
+        heartbeat = self.presence.due_row()
+        if heartbeat is not None:
+            leases.record_presence(tx, self.experiment, heartbeat)
 
     async def release(self) -> None:
         """Give the lease back; its holder is not there any more."""

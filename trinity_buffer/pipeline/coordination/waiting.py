@@ -216,7 +216,7 @@ class Presence:
         Args:
             at_once: record the first heartbeat now, even if the process may end soon.
         """
-        row = self._news(at_once=at_once)
+        row = self.due_row(at_once=at_once)
         if row is not None:
             with suppress(errors.StoreBusyError):
                 await self.database.write(leases.record_presence, self.experiment, row)
@@ -226,12 +226,6 @@ class Presence:
         self._started_at = self._started_at or now_us()
         self._reported, self._next = self.waiting_for, time.monotonic() + SEEN_EVERY_S
         return self._row()
-
-    def note(self, tx: Transaction) -> None:
-        """Record a heartbeat in a transaction that happens anyway."""
-        row = self._news()
-        if row is not None:
-            leases.record_presence(tx, self.experiment, row)
 
     async def keep(self) -> None:
         """Record heartbeats until cancelled, also while the process is busy elsewhere.
@@ -290,7 +284,7 @@ class Presence:
         same = (row.role, row.name) == (self.role, self.name)
         return same and not self.is_own(row) and is_here(row)
 
-    def _news(self, *, at_once: bool = False) -> PresenceRow | None:
+    def due_row(self, *, at_once: bool = False) -> PresenceRow | None:
         """Return the heartbeat that is due and count it as sent; None if none is due."""
         due = time.monotonic() >= self._next or self.waiting_for != self._reported
         first = at_once and not self._started_at

@@ -165,9 +165,8 @@ def _infos(batch: RecordBatch, _schema: str) -> Problem | None:
         if version is not None and (type(version) is not int or abs(version) > MAX_INT64):
             field = "info['model_version']"
             return field, f"{field} is {version!r:.40}, it must be an int"
-    sizes = zip(batch.values["prompt_length"], batch.sizes("tokens"), strict=True)
-    is_absent = set(map(type, segments)) == _NONE
-    for spans, (prompt, size) in () if is_absent else zip(segments, sizes, strict=True):
+    sizes = zip(segments, batch.values["prompt_length"], batch.sizes["tokens"], strict=True)
+    for spans, prompt, size in () if set(map(type, segments)) == _NONE else sizes:
         problem = None if spans is None else problem_of_segments(spans, prompt, size)
         if problem is not None:
             return f"info[{SEGMENTS!r}]", f"info[{SEGMENTS!r}] {problem}"
@@ -205,7 +204,7 @@ def _vectors(batch: RecordBatch, schema: str) -> Problem | None:
                 return field, f"{field} has the shape {shape}, it must be dense 1-D"
             if column.dtype not in dtypes:
                 return field, f"{field} is torch.{column.dtype}, it must hold {what}"
-            if dtypes is INTEGERS and not column.shapes.all():
+            if dtypes is INTEGERS and 0 in batch.sizes[field]:
                 return field, f"{field} has no elements, it needs at least one token"
     return None
 
@@ -214,7 +213,7 @@ def _responses(batch: RecordBatch, schema: str) -> Problem | None:
     """Check prompt lengths, and that there is one number per token of a response."""
     if schema == "dpo":
         return None
-    prompts, sizes = batch.values["prompt_length"], batch.sizes("tokens")
+    prompts, sizes = batch.values["prompt_length"], batch.sizes["tokens"]
     responses = list(map(sub, sizes, prompts))
     size, prompt, response = sizes[0], prompts[0], responses[0]
     if min(prompts) < 1 or min(responses) < 0:
@@ -224,10 +223,8 @@ def _responses(batch: RecordBatch, schema: str) -> Problem | None:
     if 0 in responses and any(not length and end != "prompt_truncated" for length, end in ends):
         what = f"holds {size} tokens of prompt and no response: give at least one"
         return "tokens", f"tokens {what}"
-    for field in ("action_mask", *PER_TOKEN):
-        if batch.kinds[field] == _NONE:
-            continue
-        numbers = batch.sizes(field)
+    for field in filter(batch.sizes.__contains__, ("action_mask", *PER_TOKEN)):
+        numbers = batch.sizes[field]
         pairs = zip(numbers, responses, strict=True)
         if numbers != responses and any(own not in (None, length) for own, length in pairs):
             is_mask = field == "action_mask"
@@ -277,8 +274,7 @@ def _as_numpy(column: Column) -> npt.NDArray[Any]:
 
 
 def _experts(batch: RecordBatch, _schema: str) -> Problem | None:
-    field = "routed_experts"
-    sizes = batch.sizes("tokens")
+    field, sizes = "routed_experts", batch.sizes["tokens"]
     for column in batch.columns.get(field, ()):
         if column.dtype not in INTEGERS:
             return field, f"{field} must be a tensor of integers"
@@ -440,15 +436,14 @@ class WriteCall:
         calls, size = [self, *others], sizes.rows_per_event
         rows = [experience for call in calls for experience in call.experiences]
         batches = [RecordBatch(rows[at : at + size]) for at in range(0, len(rows), size)]
-        if self.uids:
-            return [self._encoded(batches, calls)]
-        is_valid = all(passes(batch, self.schema) for batch in batches)
-        uids = [experience.eid.uid for experience in rows] if is_valid else []
-        if len(set(uids)) == len(rows):
-            left = iter(uids)
-            for call in calls:
-                call.uids = list(islice(left, len(call.experiences)))
-            return [self._encoded(batches, calls)]
+        is_checked = bool(self.uids)
+        if is_checked or all(passes(batch, self.schema) for batch in batches):
+            uids = [uid for batch in batches for uid in batch.encode().meta.uids()]
+            if is_checked or len(set(uids)) == len(rows):
+                left = iter(uids)
+                for call in calls:
+                    call.uids = call.uids or list(islice(left, len(call.experiences)))
+                return [self._as_events(batches, calls)]
         if others:
             return [write for call in calls for write in call.prepare()]
         try:
@@ -461,11 +456,12 @@ class WriteCall:
             self.error = error
             return []
 
-    def _encoded(self, batches: Sequence[RecordBatch], calls: Sequence[WriteCall]) -> PreparedWrite:
+    def _as_events(
+        self, batches: Sequence[RecordBatch], calls: Sequence[WriteCall]
+    ) -> PreparedWrite:
         events, segments, names = [], list[SegmentRow](), set[str]()
         for batch in batches:
-            batch.encode()
-            names.update(map(str, batch.meta.batch))
+            names.update(map(str, set(batch.meta.batch)))
             refused: dict[int, str] = {}
             # Refused rows are recorded too, so that a group is not waited for in vain.
             if self._late or self._invalid:

@@ -123,8 +123,11 @@ class GroupCommit:
         finally:
             self._committer = None
             # None is left, unless the event loop is ending.
-            closed = errors.StoreError(f"{self.database.name} was closed during a write")
-            _refuse([*calls, *self._ahead, *self._waiting], closed)
+            closed = f"{self.database.name} was closed during a write"
+            for call in (*calls, *self._ahead, *self._waiting):
+                if not call.answered.is_set():
+                    call.error = call.error or errors.StoreError(closed)
+                    call.answered.set()
 
     def _group(self) -> list[WriteCall]:
         """Take queued calls: half of their rows, if that fills two commits, at least one call."""
@@ -211,7 +214,9 @@ class GroupCommit:
         for writer in sorted(
             {(write.calls[0].experiment, write.calls[0].actor) for write in writes}
         ):
-            self.presence_of(*writer).note(tx)
+            heartbeat = self._presences[writer].due_row()
+            if heartbeat is not None:
+                leases.record_presence(tx, writer[0], heartbeat)
         return ends
 
     async def _commit_singly(self, calls: Sequence[WriteCall]) -> None:
