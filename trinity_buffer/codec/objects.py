@@ -63,21 +63,18 @@ AsTensor: TypeAlias = Callable[[RawTensor], Any]
 FromTensor: TypeAlias = Callable[[object], RawTensor | None]
 
 
+@dataclass(frozen=True, slots=True)
 class ObjectPacker:
-    """Turns values into msgpack. Cheap for many values; not to be shared by threads.
+    """Turns values into msgpack. Cheap for many values.
 
-    Args:
+    Attributes:
         from_tensor: returns the `RawTensor` of a foreign value, None for what it does not know.
         canonical: equal values become equal bytes, whatever the order of their keys; without it
             the order is kept.
     """
 
-    def __init__(
-        self, from_tensor: FromTensor = lambda _value: None, *, canonical: bool = False
-    ) -> None:
-        self._pack = msgpack.Packer(strict_types=True, unicode_errors="surrogatepass").pack
-        self._from_tensor = from_tensor
-        self._canonical = canonical
+    from_tensor: FromTensor = lambda _value: None
+    canonical: bool = False
 
     def pack(self, value: object, place: str) -> bytes:
         """Return ``value`` as msgpack; ``place`` names it in errors.
@@ -85,21 +82,21 @@ class ObjectPacker:
         Raises:
             InvalidArgumentError: a type that does not come back as it is.
         """
-        return self.pack_all([value], place)[0] or self._pack(None)
+        return self.pack_all([value], place)[0] or pack_plain(None)
 
     def pack_all(
         self, values: Sequence[object], place: str, plainness: tuple[bool, bool] | None = None
     ) -> list[bytes]:
         """Return each of ``values`` as `pack` does, and nothing (``b""``) for None."""
         is_plain, in_order = plainness or _plainness(values)
-        if is_plain and (in_order or not self._canonical):
+        if is_plain and (in_order or not self.canonical):
             encode = ENCODER.encode
             try:
                 return [b"" if value is None else encode(value) for value in values]
             except (OverflowError, UnicodeEncodeError):  # an int beyond 64 bits, a lone surrogate
                 pass
         return [
-            b"" if value is None else self._pack(self._plain(value, place, MAX_DEPTH))
+            b"" if value is None else _packb(self._plain(value, place, MAX_DEPTH))
             for value in values
         ]
 
@@ -112,7 +109,7 @@ class ObjectPacker:
         pieces = self.pack_all(values, place, plainness)
         if plainness == (True, True):
             return pieces, pieces
-        return pieces, ObjectPacker(self._from_tensor, canonical=True).pack_all(values, place)
+        return pieces, ObjectPacker(self.from_tensor, canonical=True).pack_all(values, place)
 
     def _plain(self, value: object, place: Place, depth: int) -> object:
         """Return ``value`` in the types that msgpack knows, extensions included."""
@@ -149,7 +146,7 @@ class ObjectPacker:
                     "keys are str or int"
                 )
         items: Iterable[tuple[Any, object]] = value.items()
-        if self._canonical:  # ints first, then texts
+        if self.canonical:  # ints first, then texts
             items = sorted(items, key=lambda item: (type(item[0]) is str, item[0]))
         return {
             (_plain_int(key, place) if type(key) is int else key): item
@@ -166,7 +163,7 @@ class ObjectPacker:
             code, packed = _arrays().packed_form(value, _name(place))
             return msgpack.ExtType(code, _packb(packed))
         try:
-            tensor = value if isinstance(value, RawTensor) else self._from_tensor(value)
+            tensor = value if isinstance(value, RawTensor) else self.from_tensor(value)
         except InvalidArgumentError as error:
             raise InvalidArgumentError(f"{_name(place)}: {error}") from error
         if tensor is not None:
