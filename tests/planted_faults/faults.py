@@ -447,7 +447,7 @@ FAULTS = [
     Fault(
         "two manifests with a row in common are no repetition",
         "pipeline/verify/verify.py",
-        "    twice |= _sharing_rows(known)\n",
+        "    twice |= {manifest.digest for manifest in known if manifest.position in trainer.sharing}\n",  # noqa: E501 - a text of the package
         "",
         "tests/pipeline/test_verify.py::test_two_manifests_with_one_row_are_a_row_trained_twice",
     ),
@@ -645,7 +645,7 @@ FAULTS = [
     Fault(
         "verify forgets manifests that are dealt anew later",
         "pipeline/verify/verify.py",
-        "if isinstance(at.fact, BatchLeased)), None)",
+        "if isinstance(at.fact, events.BatchLeased)), None)",
         "if False), None)",
         "tests/trainer/test_damaged_steps.py"
         "::test_ranks_come_and_go_before_and_behind_what_is_dropped",

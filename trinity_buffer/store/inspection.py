@@ -34,19 +34,6 @@ _POSITION = Statement(
 )
 
 
-def known_policy_versions(
-    tx: Transaction, experiment: int, addresses: Sequence[int]
-) -> dict[int, int]:
-    """Return address -> policy version of the experiences whose version is known."""
-    return dict(_VERSIONS.fetch_all(tx, of=experiment, addresses=addresses))
-
-
-_VERSIONS = Statement(
-    "SELECT address, policy_version FROM experience "
-    "WHERE experiment = :of AND policy_version IS NOT NULL AND address IN INTS(:addresses)"
-)
-
-
 def size_bytes(tx: Transaction) -> int:
     """Return the size of the database on disk, without its write-ahead log."""
     if tx.dialect.name == "sqlite":

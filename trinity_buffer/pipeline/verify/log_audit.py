@@ -114,6 +114,7 @@ class TrainerAudit:
         steps: what was leased, by step.
         live: step -> digest that its commit names, on the live line.
         twice: (step, digest) of the manifests that were committed again on the live line.
+        sharing: positions of the manifests with a row that an earlier one has too.
         commits: all of them, those that were superseded too.
     """
 
@@ -123,6 +124,7 @@ class TrainerAudit:
         self.steps: dict[int, LeasedManifest] = {}
         self.live: dict[int, bytes] = {}
         self.twice: list[tuple[int, bytes]] = []
+        self.sharing: set[int] = set()
         self.commits: list[Commit] = []
         self._sources = defaultdict[str, int](count(1).__next__, {"": 0})
         self._rejected: list[tuple[int, bytes]] = []
@@ -294,8 +296,8 @@ class TrainerAudit:
             for row in lost[~np.isin(lost, rejected)].tolist():
                 what = f"annotation {written_as(row)} was taken out of its step and not rejected"
                 yield self._wrong("conservation", position, what)
-        handed_out = [(leased.position, leased.rows) for leased in self.steps.values()]
-        handed_out += self._rejected
+        leases = {leased.position: leased.rows for leased in self.steps.values()}
+        handed_out = [*leases.items(), *self._rejected]
         all_rows = together(unpacked(rows) for _, rows in handed_out)
         all_rows.sort()
         again, before = repeated(all_rows), dict[int, int]()
@@ -306,6 +308,8 @@ class TrainerAudit:
                     address = written_as(row % _OTHER_EXPERIMENT)
                     what = f"annotation {address} was given out at position {before[row]} before"
                     yield self._wrong("conservation", position, what)
+                    if before[row] in leases and before[row] != position:
+                        self.sharing.add(position)
                 before[row] = position
 
     def terms(self, annotated: Integers, rejected: dict[str, int]) -> TrainerCounts:

@@ -20,34 +20,17 @@ from typing import Any, NamedTuple
 
 import anyio.from_thread
 import anyio.to_thread
-import numpy as np
 
+from trinity_buffer import events
 from trinity_buffer.errors import InvalidArgumentError
-from trinity_buffer.events import (
-    BatchLeased,
-    ExperiencesRecorded,
-    PlacedFact,
-    SegmentsArchived,
-)
 from trinity_buffer.limits import sizes
 from trinity_buffer.pipeline.coordination.waiting import made_ahead, task_group
 from trinity_buffer.pipeline.store import Experiment
 from trinity_buffer.pipeline.train import checkpoint as checkpoints
 from trinity_buffer.pipeline.train.checkpoint import version_of
-from trinity_buffer.pipeline.verify import projections
-from trinity_buffer.pipeline.verify.addresses import Names, together, unpacked
-from trinity_buffer.pipeline.verify.log_audit import (
-    Commit,
-    LeasedManifest,
-    LogAudit,
-    Problem,
-    TrainerAudit,
-)
-from trinity_buffer.pipeline.verify.segments import (
-    check_archives,
-    check_segments,
-    check_surroundings,
-)
+from trinity_buffer.pipeline.verify import log_audit, projections, segments
+from trinity_buffer.pipeline.verify.addresses import Names
+from trinity_buffer.pipeline.verify.log_audit import LogAudit, Problem, TrainerAudit
 from trinity_buffer.store import counters, log, refold
 from trinity_buffer.store.counts import PlanCounts, StrategyCounts, TrainerCounts
 from trinity_buffer.store.log import EventChain, StoredEvent
@@ -67,7 +50,7 @@ class Acknowledged:
 
     Attributes:
         uids: of all lines.
-        compared: those that came with a content digest.
+        contents: those that came with a content digest, with it.
         heads: of the log, when each line was written.
 
     Raises:
@@ -79,18 +62,17 @@ class Acknowledged:
             raise InvalidArgumentError(f"acknowledged={place}: there is no such file or folder")
         files = place.rglob("*") if place.is_dir() else [place]
         self._files = sorted(file for file in files if file.is_file())
-        self.uids, self.compared, self._contents = Names(), Names(), Names()
+        self.uids, self.contents = Names(), Names()
         self.heads: set[bytes] = set()
         for lines in _pages_of(self._files):
             self.uids.add(uid for uid, _, _ in lines)
-            self.compared.add(uid for uid, digest, _ in lines if digest)
-            self._contents.add((uid, digest) for uid, digest, _ in lines if digest)
+            self.contents.add((uid, digest) for uid, digest, _ in lines if digest)
             self.heads.update(head for _, _, head in lines if head)
 
     def lost(self, uids: Names, contents: Names | None) -> tuple[str, ...]:
         """Return the uids that no event recorded, and those recorded with another content."""
         gone = self.uids.unknown_to(uids)
-        other = set() if contents is None else self._contents.unknown_to(contents)
+        other = set() if contents is None else self.contents.unknown_to(contents)
         lost: dict[str, None] = {}
         changed: dict[str, None] = {}
         for lines in _pages_of(self._files) if gone or other else ():
@@ -162,7 +144,7 @@ class Chain:
             self._digests[version] = checkpoints.digest_of(self.checkpoint, like=recorded)
         return self._digests[version]
 
-    def commit(self, trainer: TrainerAudit) -> Commit | None:
+    def commit(self, trainer: TrainerAudit) -> log_audit.Commit | None:
         """Return the last commit of this checkpoint; it may have been moved since."""
         for commit in reversed(trainer.commits):
             if commit.checkpoint == str(self.checkpoint):
@@ -172,7 +154,7 @@ class Chain:
         return None
 
 
-def manifest_text(digest: bytes, leased: LeasedManifest | None = None) -> str:
+def manifest_text(digest: bytes, leased: log_audit.LeasedManifest | None = None) -> str:
     """Return how a manifest is told in a report."""
     place = "" if leased is None else f" (step {leased.step}, position {leased.position})"
     return f"manifest {digest.hex()}{place}"
@@ -207,7 +189,7 @@ def examine_chain(
         if unknown < step <= last and digest not in times
     ]
     twice = {digest for digest, number in times.items() if number > 1}
-    twice |= _sharing_rows(known)
+    twice |= {manifest.digest for manifest in known if manifest.position in trainer.sharing}
     duplicated = [manifest_text(digest, leased.get(digest)) for digest in times if digest in twice]
     wrong = [f"its chain goes through the steps {steps}"] if steps != sorted(steps) else []
     if commit is None:
@@ -220,15 +202,6 @@ def examine_chain(
         wrong.append(f"{place} another chain of manifests than it carries")
     problems = [Problem("commits", f"checkpoint {chain.checkpoint}", what) for what in wrong]
     return [*dict.fromkeys(lost)], duplicated, problems
-
-
-def _sharing_rows(known: Sequence[LeasedManifest]) -> set[bytes]:
-    """Return the digests of manifests with an annotation row that an earlier one has too."""
-    rows = [np.unique(unpacked(manifest.rows)) for manifest in known]
-    owners = together(np.full(len(own), place) for place, own in enumerate(rows))
-    # Of equal rows the first is that of the earliest manifest.
-    first = np.unique(together(rows), return_index=True)[1]
-    return {known[place].digest for place in np.unique(np.delete(owners, first)).tolist()}
 
 
 def _trainer_of(
@@ -289,31 +262,30 @@ async def verify(
     # What comes from outside is read before the log is: a slip in it costs no run.
     outside = (acknowledged, checkpoint, head)
     noted, chain, heads = await anyio.to_thread.run_sync(_outside, *outside)
-    compares = noted is not None and bool(noted.compared.number)
     database, key = experiment.database, experiment.key
 
-    async def read_lease(position: int) -> BatchLeased | None:
+    async def read_lease(position: int) -> events.BatchLeased | None:
         placed = projections.readable_events(await database.read(log.read_at, key, [position]))
-        return next((at.fact for at in placed if isinstance(at.fact, BatchLeased)), None)
+        return next((at.fact for at in placed if isinstance(at.fact, events.BatchLeased)), None)
 
     audit = LogAudit(
         EventChain(experiment.name, heads),
         lambda position: anyio.from_thread.run(read_lease, position),
-        contents=compares,
+        contents=noted is not None and noted.contents.number > 0,
     )
     with nullcontext() if quick else projections.scratch_for(database, key) as scratch:
         # Before the log is read, and up to the head of then: what comes later is neither audited
         # nor counted.
         live = await database.read(_snapshot, key)
         progress = progress or projections.no_progress
-        read = _read_log(experiment, audit, live.head, scratch, progress)
-        segments, in_segments = await read
+        number, in_segments = await _read_log(experiment, audit, live.head, scratch, progress)
         problems = audit.problems
         problems += await _compare_projections(experiment, audit, live, scratch, progress)
-    check = partial(check_archives, audit.files, dict(audit.archived), quick=quick)
-    problems += await anyio.to_thread.run_sync(lambda: list(check()))
+    problems += await anyio.to_thread.run_sync(
+        lambda: list(segments.check_archives(audit.files, audit.archived, quick=quick))
+    )
     problems += await _damaged_segments(experiment, audit, live.head, in_segments)
-    problems += await check_surroundings(database, audit.segments, quick=quick)
+    problems += await segments.check_surroundings(database, audit.segments, quick=quick)
     examine = partial(_compare_outside, audit, noted, chain, consumer)
     lost, trained_twice, wrong = await anyio.to_thread.run_sync(examine)
     problems += wrong
@@ -325,10 +297,10 @@ async def verify(
         events=audit.events,
         experiences=audit.experiences,
         manifests=sum(len(trainer.steps) for trainer in audit.trainers.values()),
-        segments=segments,
+        segments=number,
         head=audit.chain.head.hex(),
         acknowledged=None if noted is None else noted.uids.number,
-        contents=0 if noted is None else noted.compared.number,
+        contents=0 if noted is None else noted.contents.number,
         chain=None if chain is None else chain.manifests.length,
         lost_items=lost,
         duplicated_items=(*await _recorded_twice(experiment, audit), *trained_twice),
@@ -472,7 +444,7 @@ async def _read_log(
     async def next_page() -> list[StoredEvent] | None:
         return await anext(log_pages, None)
 
-    async def fold(scratch: Scratch, facts: Sequence[PlacedFact]) -> None:
+    async def fold(scratch: Scratch, facts: Sequence[events.PlacedFact]) -> None:
         with suppress(UnfoldableError):  # the comparison raises it again
             await anyio.to_thread.run_sync(scratch.fold, facts)
 
@@ -483,7 +455,7 @@ async def _read_log(
             if scratch is not None:
                 async with task_group() as group:  # SQLite folds while segments are decoded
                     group.start_soon(fold, scratch, facts)
-                    more, wrong = await check_segments(database, facts)
+                    more, wrong = await segments.check_segments(database, facts)
                 number += more
                 problems += wrong
             progress("log", page[-1].position, head)
@@ -540,7 +512,9 @@ async def _damaged_segments(
     archived = set(audit.archived)
     if not archived.issuperset(key for key, _ in problems):
         database, key = experiment.database, experiment.key
-        async for _, fact in projections.facts_of(database, key, SegmentsArchived, after=head):
+        async for _, fact in projections.facts_of(
+            database, key, events.SegmentsArchived, after=head
+        ):
             archived.update(fact.segments)
     return [problem for key, problem in problems if key not in archived]
 
@@ -550,7 +524,7 @@ async def _recorded_twice(experiment: Experiment, audit: LogAudit) -> list[str]:
     suspected = audit.uids.repeated()
     places = defaultdict[str, list[str]](list)
     recorded = projections.facts_of(
-        experiment.database, experiment.key, ExperiencesRecorded, up_to=audit.position
+        experiment.database, experiment.key, events.ExperiencesRecorded, up_to=audit.position
     )
     if suspected:
         async for position, fact in recorded:
