@@ -162,7 +162,7 @@ def test_lines_of_every_age_are_read(tmp_path: Path) -> None:
     torn = f"d/0/0/0/\t{digest[:9]}"
     (tmp_path / "e0.ack").write_text("\n".join([*lines, torn]))
     found = Acknowledged(tmp_path)
-    assert (found.uids.number, found.compared.number) == (4, 2)
+    assert (found.uids.number, found.contents.number) == (4, 2)
     assert found.heads == {bytes.fromhex(head)}
     uids, contents = Names(), Names()
     assert found.lost(uids, None) == tuple(f"experience {letter}/0/0/0/" for letter in "abcd")

@@ -62,7 +62,7 @@ def test_names_know_what_was_added_and_what_came_twice(first: list[int], later: 
         names.add(map(str, some))
         wanted = np.array([hash(str(one)) for one in range(10)], np.int64)
         every = first if some is first else first + later
-        assert names.lacking(wanted).tolist() == [one not in every for one in range(10)]
+        assert lacking(names.hashes, wanted).tolist() == [one not in every for one in range(10)]
         twice = {hash(str(one)) for one in every if every.count(one) > 1}
         assert names.repeated() == twice
 

@@ -118,8 +118,7 @@ def _from_sql(path: Path, rows: Rows) -> Iterator[Experience]:
                 f"{path}: no table of experiences of Trinity-RFT is there"
             )
         for table in held:
-            found = _from_table(connection, path, table.replace('"', '""'))
-            yield from rows.read(found, _of_table)
+            yield from rows.read(_from_table(connection, path, table), _of_table)
     except (dbapi2.DatabaseError, UnicodeDecodeError) as error:  # the latter of a damaged schema
         raise errors.InvalidArgumentError(f"{path}: {error}") from error
     finally:
@@ -127,14 +126,13 @@ def _from_sql(path: Path, rows: Rows) -> Iterator[Experience]:
 
 
 def _from_table(connection: Any, path: Path, table: str) -> Iterator[Row]:
-    known = {row[1] for row in connection.execute(f'pragma table_info("{table}")')}
-    names = [name for name in ("id", "reward") if name in known] + ["experience_bytes"]
+    quoted = table.replace('"', '""')
     cursor = connection.execute(
-        f'select {", ".join(names)} from "{table}"'  # noqa: S608 - quoted above
-        f' join "{table}_blob" using (id) order by id'
+        f'select * from "{quoted}" join "{quoted}_blob" using (id) order by id'  # noqa: S608
     )
     for values in cursor:
-        held = dict(zip(names, values, strict=True))
+        held = {name: value for (name, *_), value in zip(cursor.description, values, strict=True)}
+        held = {name: held[name] for name in ("id", "reward", "experience_bytes") if name in held}
         yield Row(held["id"], f"{path}, {table} {held['id']}", held)
 
 

@@ -69,8 +69,7 @@ class Rows:
         Raises:
             InvalidArgumentError: the file is not there, cannot be read, or has a bad line.
         """
-        values = (value for file in _files(path) for value in _read(file))
-        for number, (where, value) in enumerate(values):
+        for number, (where, value) in enumerate(_values(path)):
             if isinstance(value, dict):
                 yield Row(number, where, value)
             elif isinstance(value, _NoJSON):
@@ -124,32 +123,25 @@ class _NoJSON(NamedTuple):
     is_torn: bool
 
 
-def _files(path: Path) -> Iterator[Path]:
+def _values(path: Path) -> Iterator[tuple[str, Any]]:
+    """Yield where each row stands in a file, or in the files of a folder, and what it is."""
     if not path.exists():
         raise InvalidArgumentError(f"{path}: there is no such file or folder")
+    files = [path]
     if path.is_dir():
-        files = sorted(path.rglob("*"), key=_by_number)
-        yield from (file for file in files if file.suffix in READERS and file.is_file())
-    elif path.suffix in READERS:
-        yield path
-    else:
+        files = [file for file in path.rglob("*") if file.suffix in READERS and file.is_file()]
+    elif path.suffix not in READERS:
         raise InvalidArgumentError(
             f"{path}: a data set ends in {', '.join(READERS)}, or is a folder"
         )
-
-
-def _by_number(file: Path) -> tuple[int, str]:
-    """Order ``2.jsonl`` before ``10.jsonl``."""
-    return (int(file.stem) if file.stem.isdigit() else 0, str(file))
-
-
-def _read(path: Path) -> Iterator[tuple[str, Any]]:
-    try:
-        yield from READERS[path.suffix](path)
-    except ValueError as error:  # not UTF-8, or no file that pyarrow reads
-        if isinstance(error, InvalidArgumentError):
+    # ``2.jsonl`` comes before ``10.jsonl``.
+    for file in sorted(files, key=lambda f: (int(f.stem) if f.stem.isdigit() else 0, str(f))):
+        try:
+            yield from READERS[file.suffix](file)
+        except InvalidArgumentError:
             raise
-        raise InvalidArgumentError(f"{path}: it cannot be read ({error})") from None
+        except ValueError as error:  # not UTF-8, or no file that pyarrow reads
+            raise InvalidArgumentError(f"{file}: it cannot be read ({error})") from None
 
 
 def _lines(path: Path) -> Iterator[tuple[str, Any]]:

@@ -89,14 +89,10 @@ class Names:
         """Return the hashes that were added more than once."""
         return set(repeated(self.hashes))
 
-    def lacking(self, wanted: Integers) -> npt.NDArray[np.bool_]:
-        """Return for each of ``wanted`` whether it was never added."""
-        return lacking(self.hashes, wanted)
-
     def unknown_to(self, other: Names) -> set[int]:
         """Return the hashes of what was added here and not to ``other``."""
         hashes = self.hashes
-        return set(hashes[other.lacking(hashes)].tolist())
+        return set(hashes[lacking(other.hashes, hashes)].tolist())
 
 
 @dataclass(slots=True)
