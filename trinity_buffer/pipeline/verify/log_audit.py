@@ -111,6 +111,7 @@ class TrainerAudit:
     Attributes:
         name: of the consumer.
         annotation_set: which it trains on.
+        terms: what became of the rows of its set, once it is finished.
         steps: what was leased, by step.
         live: step -> digest that its commit names, on the live line.
         twice: (step, digest) of the manifests that were committed again on the live line.
@@ -121,6 +122,7 @@ class TrainerAudit:
     def __init__(self, name: str, annotation_set: str = "") -> None:
         self.name = name
         self.annotation_set = annotation_set
+        self.terms = TrainerCounts(name, annotation_set, 0, 0, 0, 0, {})
         self.steps: dict[int, LeasedManifest] = {}
         self.live: dict[int, bytes] = {}
         self.twice: list[tuple[int, bytes]] = []
@@ -289,8 +291,13 @@ class TrainerAudit:
         """Take in an ``ExperiencesRejected`` of the trainer itself."""
         self._rejected.append((position, packed(fact.experiences)))
 
-    def finish(self) -> Iterator[Problem]:
-        """Yield what only the whole log tells: a row is handed out once, or rejected once."""
+    def finish(self, annotated: Integers, reasons: dict[str, int]) -> Iterator[Problem]:
+        """Yield what only the whole log tells: a row is handed out once, or rejected once.
+
+        Args:
+            annotated: all rows of its set.
+            reasons: for which it rejected how many.
+        """
         rejected = together(unpacked(rows) for _, rows in self._rejected)
         for position, lost in self._dropped:
             for row in lost[~np.isin(lost, rejected)].tolist():
@@ -311,26 +318,12 @@ class TrainerAudit:
                     if before[row] in leases and before[row] != position:
                         self.sharing.add(position)
                 before[row] = position
-
-    def terms(self, annotated: Integers, rejected: dict[str, int]) -> TrainerCounts:
-        """Return what became of the rows of its set, ``annotated``; ``rejected``: by reason."""
-        handed_out = [
-            (number in self.live, unpacked(step.rows)) for number, step in self.steps.items()
-        ]
-        committed, leased = (
-            sum(
-                int((rows < _OTHER_EXPERIMENT).sum())
-                for is_live, rows in handed_out
-                if is_live == of
-            )
-            for of in (True, False)
-        )
-        gone = [rows for _, rows in handed_out] + [unpacked(rows) for _, rows in self._rejected]
-        ready = int(lacking(np.sort(together(gone)), annotated).sum())
-        rows = len(annotated)
-        return TrainerCounts(
-            self.name, self.annotation_set, rows, ready, leased, committed, rejected
-        )
+        own = Counter[bool]()
+        for number, step in self.steps.items():
+            own[number in self.live] += int((unpacked(step.rows) < _OTHER_EXPERIMENT).sum())
+        ready = int(lacking(all_rows, annotated).sum())
+        terms = (len(annotated), ready, own[False], own[True], reasons)
+        self.terms = TrainerCounts(self.name, self.annotation_set, *terms)
 
     def _wrong(self, check: str, position: int, what: str) -> Problem:
         return Problem(check, f"position {position} (trainer {self.name!r})", what)
@@ -617,7 +610,8 @@ class LogAudit:
             what = "no event has it: the log that it was kept of is another, or was cut"
             self.problems.append(Problem("chain", f"head {head.hex()}", what))
         for trainer in (*self.trainers.values(), *self._guests.values()):
-            self.problems += trainer.finish()
+            rows = self._strategies.get(trainer.annotation_set, _Strategy()).rows()
+            self.problems += trainer.finish(rows, self._rejected_by(trainer.name))
         recorded = together(map(unpacked, self._recorded.values()))
         for name, strategy in sorted(self._strategies.items()):
             decided = strategy.all_decided()
@@ -638,9 +632,7 @@ class LogAudit:
                 self._decided_wrongly(name, address, "was decided twice")
             for address in decided[lacking(seen, decided)].tolist():
                 self._decided_wrongly(name, address, "was decided, and was not there to be seen")
-        for name, trainer in sorted(self.trainers.items()):
-            rows = self._strategies.get(trainer.annotation_set, _Strategy()).rows()
-            self.terms.append(trainer.terms(rows, self._rejected_by(name)))
+        self.terms += (trainer.terms for _, trainer in sorted(self.trainers.items()))
         for terms in self.terms:
             if not terms.holds:
                 what = f"the terms do not add up: {terms}"
