@@ -263,16 +263,9 @@ async def verify(
     outside = (acknowledged, checkpoint, head)
     noted, chain, heads = await anyio.to_thread.run_sync(_outside, *outside)
     database, key = experiment.database, experiment.key
-
-    async def read_lease(position: int) -> events.BatchLeased | None:
-        placed = projections.readable_events(await database.read(log.read_at, key, [position]))
-        return next((at.fact for at in placed if isinstance(at.fact, events.BatchLeased)), None)
-
-    audit = LogAudit(
-        EventChain(experiment.name, heads),
-        lambda position: anyio.from_thread.run(read_lease, position),
-        contents=noted is not None and noted.contents.number > 0,
-    )
+    compares = noted is not None and noted.contents.number > 0
+    lease_at = partial(_lease_at, experiment)
+    audit = LogAudit(EventChain(experiment.name, heads), lease_at, contents=compares)
     with nullcontext() if quick else projections.scratch_for(database, key) as scratch:
         # Before the log is read, and up to the head of then: what comes later is neither audited
         # nor counted.
@@ -423,6 +416,13 @@ def _compare_outside(
         return lost, sorted(twice), []
     not_trained, again, problems = examine_chain(chain, audit.trainers, consumer)
     return (*lost, *not_trained), sorted({*twice, *again}), problems
+
+
+def _lease_at(experiment: Experiment, position: int) -> events.BatchLeased | None:
+    """Return the manifest that was leased at a position; called in a thread of `_read_log`."""
+    read = partial(experiment.database.read, log.read_at, experiment.key, [position])
+    placed = projections.readable_events(anyio.from_thread.run(read))
+    return next((at.fact for at in placed if isinstance(at.fact, events.BatchLeased)), None)
 
 
 async def _read_log(
