@@ -522,14 +522,15 @@ async def _damaged_segments(
 async def _recorded_twice(experiment: Experiment, audit: LogAudit) -> list[str]:
     """Return the experiences that two events recorded; their uids are looked up again."""
     suspected = audit.uids.repeated()
+    if not suspected:
+        return []
     places = defaultdict[str, list[str]](list)
     recorded = projections.facts_of(
         experiment.database, experiment.key, events.ExperiencesRecorded, up_to=audit.position
     )
-    if suspected:
-        async for position, fact in recorded:
-            for slot, uid in enumerate(fact.columns.uids()):
-                if hash(uid) in suspected:
-                    places[uid].append(written_as(address_of(position, slot)))
+    async for position, fact in recorded:
+        for slot, uid in enumerate(fact.columns.uids()):
+            if hash(uid) in suspected:
+                places[uid].append(written_as(address_of(position, slot)))
     twice = {uid: written for uid, written in places.items() if len(written) > 1}
     return [f"experience {uid} ({', '.join(written)})" for uid, written in twice.items()]
