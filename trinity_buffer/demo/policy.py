@@ -24,7 +24,7 @@ from typing_extensions import override
 
 from trinity_buffer.algorithm.advantage_fn.token_scores import expected_entropy_change
 from trinity_buffer.errors import CheckpointError, InvalidArgumentError
-from trinity_buffer.pipeline.archive import fsync
+from trinity_buffer.pipeline.train.checkpoint import fsync
 from trinity_buffer.trainer.checkpoint import POLICY_FILE
 from trinity_buffer.trainer.last_hidden import OutputHead
 from trinity_buffer.trainer.policy import TokenScores, all_finite

@@ -13,7 +13,6 @@ import os
 import uuid
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from importlib import import_module
 from importlib.util import find_spec
 from itertools import groupby
 from pathlib import Path
@@ -68,7 +67,7 @@ def write_archive(
         StoreError: the file cannot be written there.
     """
     try:
-        pyarrow, parquet = import_module("pyarrow"), import_module("pyarrow.parquet")
+        pyarrow, parquet = _parquet()
     except ImportError as error:
         raise InvalidArgumentError(f"archiving needs a pyarrow that works: {error}") from error
     try:
@@ -102,14 +101,7 @@ def write_archive(
         # for people, who know it by its beginning: a file's name has 255 bytes, that of an
         # experiment may take three times as many here
         name = quote(experiment, safe="")[:200]
-        fsync(temporary)
-        # Of the file and not of what it was made of: the log is to name what was written.
-        digest = digest_of(temporary)
-        path = folder.absolute() / f"{name}-{digest[:16]}.parquet"
-        temporary.rename(path)
-        # The name must survive a power cut before an event names it and the segments go.
-        fsync(folder)
-        return ArchiveFile(str(path), digest)
+        return _placed(folder.absolute(), name, temporary)
     except OSError as error:
         raise StoreError(f"archive folder {folder}: a file cannot be written ({error})") from error
     finally:
@@ -120,13 +112,21 @@ def write_archive(
 _COLUMNS = ("experiment", "position", "segment", "family", "part", "checksum", "data")
 
 
-def fsync(path: Path) -> None:
-    """Wait until a file, or the names in a folder, are on the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
+def _placed(folder: Path, experiment: str, temporary: Path) -> ArchiveFile:
+    """Rename a written file after its digest, durably."""
+    with temporary.open("rb") as handle:
+        os.fsync(handle.fileno())
+    # Of the file and not of what it was made of: the log is to name what was written.
+    digest = digest_of(temporary)
+    path = folder / f"{experiment}-{digest[:16]}.parquet"
+    temporary.rename(path)
+    # The name must survive a power cut before an event names it and the segments go.
+    descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+    return ArchiveFile(str(path), digest)
 
 
 def digest_of(path: Path) -> str:
@@ -147,7 +147,7 @@ def read_archive(path: str, keys: Sequence[bytes], families: Sequence[str]) -> S
             "moved, bring it back with `trinity-buffer restore --from FOLDER`"
         )
     try:
-        pyarrow, parquet = import_module("pyarrow"), import_module("pyarrow.parquet")
+        pyarrow, parquet = _parquet()
     except ImportError as error:
         raise StoreError(
             "reading that needs pyarrow: pip install 'trinity-buffer[parquet]'"
@@ -178,6 +178,14 @@ def _read_parts(
         part = (row["part"], row["checksum"], row["data"] or b"")
         parts.setdefault((row["segment"], row["family"]), []).append(part)
     return set(held.to_pylist()), parts
+
+
+def _parquet() -> tuple[Any, Any]:
+    """Return pyarrow and its Parquet module; ImportError where the extra is not installed."""
+    import pyarrow  # noqa: PLC0415 - an optional extra
+    from pyarrow import parquet  # noqa: PLC0415 - an optional extra
+
+    return pyarrow, parquet
 
 
 # -- files of older versions ----------------------------------------------------------------------

@@ -23,7 +23,6 @@ from typing import Any, TypeVar
 
 from trinity_buffer.errors import CheckpointError
 from trinity_buffer.limits import sizes
-from trinity_buffer.pipeline.archive import fsync
 from trinity_buffer.pipeline.manifest import FIRST_LINK, ManifestChain
 
 PIECE_BYTES = 64 * 1024 * 1024
@@ -372,3 +371,12 @@ def found_again(path: str, digest: str | None, beside: Path | None) -> Path:
     parts = recorded.parts[1:]
     moved = (beside.joinpath(*parts[start:]) for start in range(len(parts)))
     return next((path for path in moved if path.exists()), recorded)
+
+
+def fsync(path: Path) -> None:
+    """Wait until a file, or the names in a folder, are on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
