@@ -308,16 +308,20 @@ class TrainerAudit:
         all_rows = together(unpacked(rows) for _, rows in handed_out)
         all_rows.sort()
         again, before = repeated(all_rows), dict[int, int]()
-        for position, packed_rows in sorted(handed_out, key=itemgetter(0)) if again else ():
-            rows = unpacked(packed_rows)
-            for row in rows[np.isin(rows, again)].tolist():
-                if row in before:
-                    address = written_as(row % _OTHER_EXPERIMENT)
-                    what = f"annotation {address} was given out at position {before[row]} before"
-                    yield self._wrong("conservation", position, what)
-                    if before[row] in leases and before[row] != position:
-                        self.sharing.add(position)
-                before[row] = position
+        more_than_once = (
+            (position, row)
+            for position, packed_rows in (sorted(handed_out, key=itemgetter(0)) if again else ())
+            for rows in [unpacked(packed_rows)]
+            for row in rows[np.isin(rows, again)].tolist()
+        )
+        for position, row in more_than_once:
+            if row in before:
+                address = written_as(row % _OTHER_EXPERIMENT)
+                what = f"annotation {address} was given out at position {before[row]} before"
+                yield self._wrong("conservation", position, what)
+                if before[row] in leases and before[row] != position:
+                    self.sharing.add(position)
+            before[row] = position
         own = Counter[bool]()
         for number, step in self.steps.items():
             own[number in self.live] += int((unpacked(step.rows) < _OTHER_EXPERIMENT).sum())
