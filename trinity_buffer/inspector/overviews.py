@@ -149,7 +149,8 @@ def _overview(
             for address, source in zip_longest(step.manifest.experiences, step.manifest.source)
             if not source
         ]
-        versions = inspection.known_policy_versions(tx, key, [address for _, address in rows])
+        stored = writer_queries.experience_rows(tx, key, [address for _, address in rows])
+        versions = {at.address: at.policy_version for at in stored if at.policy_version is not None}
         lags = [step - 1 - versions[address] for step, address in rows if address in versions]
         return TrainerProgress(
             row.name,
