@@ -214,7 +214,7 @@ class GroupCommit:
         for writer in sorted(
             {(write.calls[0].experiment, write.calls[0].actor) for write in writes}
         ):
-            heartbeat = self._presences[writer].due_row()
+            heartbeat = self.presence_of(*writer).due_row()
             if heartbeat is not None:
                 leases.record_presence(tx, writer[0], heartbeat)
         return ends
