@@ -138,3 +138,11 @@ def test_a_commit_of_many_steps_is_remembered_with_all_of_them() -> None:
     for step in (1, 2_500, 4_999):
         with pytest.raises(InvalidArgumentError, match="committed already, without a checkpoint"):
             commits.require_same(step, request)
+
+
+def test_a_commit_of_one_step_is_remembered_for_a_thousand_more() -> None:
+    commits = LastCommits("trainer")
+    for step in range(1, 1001):
+        commits.add(step, step, Commit(Path(f"/{step}"), None, {}, {}, {}, {}))
+    with pytest.raises(InvalidArgumentError, match="committed already, with /1"):
+        commits.require_same(1, Commit(Path("/other"), None, {}, {}, {}, {}))

@@ -70,7 +70,10 @@ UP_TO_1: Rule = (lambda value: 0 < value <= 1, "be in (0, 1]")
 
 
 def checked(default: Any, rule: Rule, **options: Any) -> Any:
-    """Return a dataclass field of a `Configured` whose value must keep ``rule``, or be None."""
+    """Return a dataclass field of a `Configured` whose value must keep ``rule``.
+
+    None is accepted where it is the default.
+    """
     return field(default=default, metadata={"rule": rule}, **options)
 
 
@@ -100,7 +103,8 @@ class Configured:
         """
         for option in fields(self):
             value = getattr(self, option.name)
-            if value is not None and "rule" in option.metadata:
+            is_unset = value is None and option.default is None
+            if "rule" in option.metadata and not is_unset:
                 is_valid, words = option.metadata["rule"]
                 require(is_valid(value), option.name, value, words)
 
@@ -126,7 +130,7 @@ def did_you_mean(name: str, accepted: Iterable[str]) -> str:
     return "" if meant is None else f"; did you mean {meant!r}?"
 
 
-def refuse_unknown(owner: str, arguments: Mapping[str, Any], accepted: Iterable[str]) -> None:
+def refuse_unknown(owner: str, arguments: Iterable[str], accepted: Iterable[str]) -> None:
     """Raise unless every name in ``arguments`` is in ``accepted``.
 
     Raises:
@@ -196,7 +200,9 @@ def configured(cls: type[T]) -> type[T]:
         # By the class that is made: a subclass with a constructor of its own hands on the rest.
         accepted = declared_arguments(type(self)).keys() - {"writer"}
         if "on_unknown" not in taken or given.get("on_unknown") != "ignore":
-            refuse_unknown(type(self).__name__, given, accepted)
+            # Of a configuration the writer is no option, of a call it may be a keyword.
+            options = [name for name in given if name != "writer" or name not in taken]
+            refuse_unknown(type(self).__name__, options, accepted)
         init(self, *parts, **{name: value for name, value in given.items() if name in taken})
         for name in choices.keys() & taken.keys():
             one_of(name, getattr(self, name), choices[name])

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from functools import partial
+from typing import Any
+
 import numpy as np
+import pytest
 import torch
 
 from tests.algorithm.strategies.rollouts import group
@@ -10,10 +14,14 @@ from trinity_buffer.algorithm.add_strategy import (
     BestOfGroupAddStrategy,
     DuplicateInformativeAddStrategy,
     DynamicSamplingAddStrategy,
+    GRPOAddStrategy,
 )
-from trinity_buffer.algorithm.advantage_fn import RLOOAdvantageFn
+from trinity_buffer.algorithm.advantage_fn import PPOAdvantageFn, RLOOAdvantageFn
 from trinity_buffer.algorithm.advantage_fn.rows import Rows
 from trinity_buffer.algorithm.advantage_fn.token_scores import discounted_returns, row_statistics
+from trinity_buffer.algorithm.arguments import made
+from trinity_buffer.algorithm.policy_loss_fn import RECPolicyLossFn
+from trinity_buffer.errors import InvalidArgumentError
 from trinity_buffer.writer import StagedWriter
 
 
@@ -61,3 +69,24 @@ def test_rloo_scores_a_group_of_one_with_its_reward() -> None:
     scored = RLOOAdvantageFn().score_groups(np.array([[2.0]]))
     assert scored.scores is not None
     assert scored.scores.tolist() == [[2.0]]
+
+
+@pytest.mark.parametrize(
+    ("part", "option"),
+    [
+        (partial(BestOfGroupAddStrategy, StagedWriter()), "num_kept"),
+        (partial(GRPOAddStrategy, StagedWriter()), "epsilon"),
+        (PPOAdvantageFn, "gamma"),
+        (RECPolicyLossFn, "temp"),
+    ],
+)
+def test_an_option_that_must_be_a_number_is_not_none(part: Any, option: str) -> None:
+    with pytest.raises(TypeError, match="NoneType"):
+        part(**{option: None})
+
+
+def test_the_writer_may_be_named() -> None:
+    writer = StagedWriter()
+    assert GRPOAddStrategy(writer=writer, epsilon=0.5).writer is writer
+    with pytest.raises(InvalidArgumentError, match="no argument 'writer' "):
+        made(PPOAdvantageFn, writer=writer)

@@ -476,7 +476,7 @@ class Delivered(NamedTuple):
     measures: StepMeasures | None = None
 
 
-COMMITS_KEPT = 64
+COMMITS_KEPT = 1024
 """Number of commits that are remembered, to tell a repeated one from a contradiction."""
 
 
