@@ -145,6 +145,8 @@ def _scalars(batch: RecordBatch, _schema: str) -> Problem | None:
     prompts = batch.values["prompt_length"]
     if batch.kinds["prompt_length"] != _INT:
         return "prompt_length", f"prompt_length is {prompts[0]!r}, it must be an int"
+    if max(map(abs, prompts)) > MAX_INT32:
+        return "prompt_length", "prompt_length is an int of more than 32 bits: none is so long"
     for reward in batch.values["reward"]:
         if reward is None:
             continue
