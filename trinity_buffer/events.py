@@ -84,7 +84,7 @@ class ExperienceColumns(Struct, frozen=True, kw_only=True):
     """What an ``ExperiencesRecorded`` says of its experiences: lists with one item per experience.
 
     Attributes:
-        batch, task, run, step, suffix: the address of the experience.
+        batch, task, run, step, suffix: the EID of the experience.
         length: its tokens; ``response_length`` those that the action mask covers, and
             ``trained_tokens`` those that it selects.
         kind: of the experience, such as ``single_turn``.
@@ -178,8 +178,8 @@ class ExperiencesAnnotated(EventBody, frozen=True, kw_only=True):
         consumer: the annotation set.
         seen: position up to which it had read the log.
         calls: how often the strategy had been called.
-        after: where its cursor had to be for this to hold; None: anywhere. For groups without rows:
-            of those, no row shows that another process has decided them already.
+        after: where its cursor must be for this to be recorded; None: anywhere. For groups without
+            rows: of those, no row shows that another process has decided them already.
         segment: key of the annotations.
         families: column family -> bytes of its segment.
         digest: of the segment; None in what older versions wrote.
@@ -253,7 +253,7 @@ class ExperimentFinished(EventBody, frozen=True, kw_only=True):
 
 
 class BatchLeased(EventBody, frozen=True, kw_only=True):
-    """A trainer took a step: the manifest.
+    """A trainer took a gradient step's rows; this event is the manifest of the step.
 
     Attributes:
         sources: names of other experiments whose rows may be mixed in.
@@ -267,7 +267,7 @@ class BatchLeased(EventBody, frozen=True, kw_only=True):
         layout: ``padded`` or ``packed``.
         microbatches: per micro-batch [first row, end, width, rank].
         normalizer: of losses that divide by a constant.
-        digest: of all that decides what the step computes.
+        digest: of all above; the head of the event covers ``by_run`` too.
         by_run: whether the trainer is told which rows are of one run; steps of older versions did
             not, and are computed again as they were.
     """

@@ -45,7 +45,11 @@ def fold_all(tx: Transaction, experiment: int, facts: Sequence[PlacedFact]) -> N
 
 
 def fold_rows(tx: Transaction, experiment: int, placed: PlacedFact) -> int:  # noqa: C901, PLR0912, PLR0915 - one case per kind
-    """Apply one event, except to counters; return how many rollouts it adds to sealed batches."""
+    """Apply one event, except to counters; return how many rollouts it adds to sealed batches.
+
+    Those are counted, for `stats`: planned = stored + missing. Statements run in the order of their
+    ``execute_later``.
+    """
     stored = 0
     at, fact = placed.position, placed.fact
     # By these names the statements ask for what an event says.

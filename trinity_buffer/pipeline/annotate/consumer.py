@@ -1,5 +1,7 @@
 """A strategy as a consumer of the log: it reads units, decides them, and commits with its cursor.
 
+A unit is what a strategy decides at once, a group or several; `grouping` says when it is ready.
+
 Several processes may run a strategy under one name: the one that holds the lease decides, and the
 others stand by. A set keeps the configuration it was made with; another one is refused.
 """
@@ -397,7 +399,7 @@ class StrategyConsumer:
     def _begin(self, units: Sequence[ReadyUnit]) -> tuple[deciding.Decision, list[ReadyUnit]]:
         """Return a decision on ``units``, and the groups of each that the strategy sees.
 
-        The other groups are rejected.
+        Those that lack runs are rejected in it, unless ``on_incomplete_group`` is ``keep``.
         """
         decision = deciding.Decision(self.name, seen=self._reader.seen)
         if not all(any(group.members for group in unit) for unit in units):
@@ -546,8 +548,8 @@ class StrategyConsumer:
 
         def commit(tx: Transaction) -> None:
             database.segments.attach(tx, segment_rows)
-            # Inside the transaction of the events: a lease that is lost afterwards cannot matter.
-            # The same statement tells where the log ends, so that `append` need not ask.
+            # Locks, and raises unless we own the lease: if it is lost later, that cannot matter.
+            # The same statement tells where the log ends; without a lease, `append` locks and asks.
             last = self._lease.standing(tx).end
             ours = [(self.name, event) for event in events]
             log.append(tx, key, ours, last=last)

@@ -582,8 +582,8 @@ class StepSampler:
     ) -> None:
         """Record in one transaction that rows of a step are rejected, and the events ``also``.
 
-        It commits at once, before a step is leased: after a crash in between, these rows stay
-        rejected, and the step is selected anew from all others.
+        It commits at once, before the step is leased or dealt anew: after a crash in between, these
+        rows stay rejected, and the step is selected anew from all others.
 
         Args:
             lease: the manifest of the step.
@@ -592,7 +592,7 @@ class StepSampler:
         """
         source, own = lease.source or [0] * len(lease.groups), self._experiment
         rejected: list[tuple[int, NewEvent]] = []
-        # Others' experiments first: locks are always taken in that order.
+        # Others' experiments first: their append locks both, in ascending order.
         for number in sorted({source[place] for place in why}, reverse=True):
             places = [place for place in sorted(why) if source[place] == number]
             key, consumer = own.key, self._options.consumer

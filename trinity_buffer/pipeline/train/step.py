@@ -419,9 +419,9 @@ class CommitDoor(Protocol[T_co]):
         """Record, in one transaction, that the steps up to ``step`` are in ``checkpoint``.
 
         The checkpoint's files are flushed to disk first. A committed step is never served again, so
-        commit only what you have saved. Repeating a commit is a no-op. A rank above 0 tells rank 0
-        that it went through the steps and has written its files of the checkpoint, if any; the
-        other arguments are used by rank 0 alone.
+        commit only what you have saved. Repeating a commit is a no-op for the stream that made it.
+        A rank above 0 tells rank 0 that it went through the steps and has written its files of the
+        checkpoint, if any; the other arguments are used by rank 0 alone.
 
         Args:
             checkpoint: file or folder that holds the weights after ``step``; None to commit
@@ -441,6 +441,8 @@ class CommitDoor(Protocol[T_co]):
             CheckpointError: no file at ``checkpoint`` or ``policy``.
             InvalidArgumentError: a step up to ``step`` was not delivered by this stream, or it is
                 committed already, with another checkpoint or policy.
+            StoreError: a commit that was cancelled went through all the same: open the stream
+                again.
         """
         if not isinstance(step, TrainStep):
             raise InvalidArgumentError(f"commit() takes a step of the stream, not {step!r:.60}")

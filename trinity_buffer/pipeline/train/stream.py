@@ -7,7 +7,7 @@ import math
 import time
 from abc import abstractmethod
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from typing_extensions import override
 
 from trinity_buffer.algorithm.arguments import refuse_unknown
 from trinity_buffer.codec.objects import new_event
-from trinity_buffer.errors import InvalidArgumentError, UnknownExperimentError
+from trinity_buffer.errors import InvalidArgumentError, StoreError, UnknownExperimentError
 from trinity_buffer.events import (
     BatchLeased,
     NewEvent,
@@ -81,6 +81,8 @@ _logger = logging.getLogger(__name__)
 
 class TrainStream(CommitDoor[Coroutine[Any, Any, None]]):
     """An open stream; iterate over it asynchronously. Made by `open_async_train_stream`.
+
+    `CommitDoor.commit` in ``train/step.py`` is what trainers call; `record` carries it out.
 
     Args:
         experiment: the trainer's own experiment.
@@ -481,6 +483,7 @@ class LeadingStream(TrainStream):
         Raises:
             LeaseLostError: another process took over; nothing was recorded.
             CheckpointError: no file at the checkpoint or the policy.
+            StoreError: a commit that was cancelled had gone through; nothing more was recorded.
         """
         name, steps = self.options.consumer, [of.manifest.step for of in delivered]
         rows = [[of.rows] for of in delivered]
@@ -519,12 +522,14 @@ class LeadingStream(TrainStream):
 
         def append(tx: Transaction) -> None:
             segments.attach(tx, segment_rows)
-            # A commit of ours that was cancelled may have gone through all the same.
+            # Raises if a commit of ours that was cancelled went through all the same.
             self.lease.append(tx, events, committed=steps[0] - 1)
 
         await self._database.write(append)
         if published is not None and not self._passed_over:
-            await self._warn_if_passed_over(published)
+            # The steps are committed: without an answer now, the next commit asks again.
+            with suppress(StoreError):
+                await self._warn_if_passed_over(published)
 
     async def _warn_if_passed_over(self, published: Path) -> None:
         """Warn once if explorers load another trainer's weights."""

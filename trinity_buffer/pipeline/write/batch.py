@@ -404,6 +404,7 @@ class WriteCall:
         store: where the blobs of segments are put.
         uids: of all experiences of the caller, which are equal where the store takes their
             addresses as equal; once they are valid, or replaced by what can be recorded of them.
+            Empty before the first attempt.
         batches: what is to be written, with rows of the calls that share its event.
         digests: of the content of ``experiences``.
         place: of the last event with its rows; its position is 0 as long as nothing is written.

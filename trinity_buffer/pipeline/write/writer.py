@@ -130,7 +130,11 @@ class GroupCommit:
                     call.answered.set()
 
     def _group(self) -> list[WriteCall]:
-        """Take queued calls: half of their rows, if that fills two commits, at least one call."""
+        """Take queued calls, up to the one that reaches ``rows_per_transaction``.
+
+        Half of them while no transaction runs, if there are enough for two: the second half is
+        prepared beside the first commit.
+        """
         rows = sum(len(call.experiences) for call in self._waiting)
         if rows >= 2 * sizes.rows_prepared_ahead and not self._commits:
             rows = -(-rows // 2)
@@ -194,7 +198,10 @@ class GroupCommit:
                 call.place = place
 
     def _append(self, tx: Transaction, writes: list[PreparedWrite]) -> list[Place]:
-        """Record ``writes``, in order of their experiments; return the place of each."""
+        """Record ``writes``, in order of their experiments; return the place of each.
+
+        It runs twice where a server's connection is lost.
+        """
         # Before the lock: on a server, other writers of the experiment do not wait for the blobs.
         self.database.segments.attach(tx, [row for write in writes for row in write.segments])
         # Locks are always taken in one order.
