@@ -13,8 +13,8 @@ from tests.contract.making import group, kinds, opened
 from tests.handles import Experiment
 from tests.whole_stores import recorded_end
 from trinity_buffer import run_strategy
-from trinity_buffer.errors import InvalidArgumentError
-from trinity_buffer.store import trainer_queries
+from trinity_buffer.errors import InvalidArgumentError, StoreUnavailableError
+from trinity_buffer.store import trainer_queries, writer_queries
 
 
 @pytest.mark.parametrize(("own", "behind"), [(5, 2), (0, 7)])
@@ -147,3 +147,21 @@ async def test_a_trainer_of_another_name_is_followed_where_the_configured_one_is
         assert found is not None
         assert found.uri.endswith("mine-2")
     assert [line for line in caplog.messages if "pass over" in line] == []
+
+
+async def test_a_commit_whose_weights_cannot_be_asked_for_is_reported_as_made(
+    sqlite_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def unavailable(*_: object) -> None:
+        raise StoreUnavailableError("the server went away after the commit")
+
+    (weights := tmp_path / "weights").write_text("1")
+    async with opened(sqlite_url, rollouts_per_group=4) as experiment:
+        await experiment.writer("e0").write(group())
+        await run_strategy(experiment, "grpo")
+        async with experiment.train_stream(strategy="grpo", groups_per_step=1) as stream:
+            step = await anext(stream)
+            monkeypatch.setattr(writer_queries, "newest_policy", unavailable)
+            await stream.commit(step, weights)
+            await stream.commit(step, weights)
+        assert (await kinds(experiment)).count("StepsCommitted") == 1
