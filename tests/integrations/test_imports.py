@@ -411,6 +411,17 @@ def test_a_damaged_buffer_of_trinity_is_told(tmp_path: Path, change: str, says: 
         require_readable("trinity-rft", file)
 
 
+def test_what_an_import_does_not_need_of_a_buffer_may_be_damaged(tmp_path: Path) -> None:
+    file = tmp_path / "buffer.db"
+    shutil.copy(DUMPS / "trinity.db", file)
+    with closing(dbapi2.connect(file)) as connection, connection:
+        names = connection.execute("SELECT name FROM sqlite_master WHERE name LIKE '%_blob'")
+        for table in [name.removesuffix("_blob") for (name,) in names.fetchall()]:
+            connection.execute(f'ALTER TABLE "{table}" ADD COLUMN note TEXT')
+            connection.execute(f"""UPDATE "{table}" SET note = CAST(x'e4' AS TEXT)""")
+    require_readable("trinity-rft", file)
+
+
 def _paired(blob: bytes) -> bytes:
     """Return an experience of Trinity-RFT that is a pair."""
     _, told, _ = formats.HEADER.unpack_from(blob, len(formats.MAGIC))

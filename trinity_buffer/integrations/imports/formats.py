@@ -127,12 +127,12 @@ def _from_sql(path: Path, rows: Rows) -> Iterator[Experience]:
 
 def _from_table(connection: Any, path: Path, table: str) -> Iterator[Row]:
     quoted = table.replace('"', '""')
-    cursor = connection.execute(
-        f'select * from "{quoted}" join "{quoted}_blob" using (id) order by id'  # noqa: S608
-    )
-    for values in cursor:
-        held = {name: value for (name, *_), value in zip(cursor.description, values, strict=True)}
-        held = {name: held[name] for name in ("id", "reward", "experience_bytes") if name in held}
+    joined = f'from "{quoted}" join "{quoted}_blob" using (id)'
+    known = {name for name, *_ in connection.execute(f"select * {joined} limit 0").description}
+    # The others are neither read nor decoded.
+    names = [name for name in ("id", "reward", "experience_bytes") if name in known]
+    for values in connection.execute(f"select {', '.join(names)} {joined} order by id"):
+        held = dict(zip(names, values, strict=True))
         yield Row(held["id"], f"{path}, {table} {held['id']}", held)
 
 
