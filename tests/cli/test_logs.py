@@ -11,7 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from trinity_buffer import StepReport
 from trinity_buffer.cli.escaping import FORMAT, LEVEL, set_up_logs
+from trinity_buffer.cli.roles import line_of
 from trinity_buffer.errors import InvalidArgumentError
 
 OURS = logging.getLogger("trinity_buffer")
@@ -90,3 +92,8 @@ def test_the_command_reads_the_environment(tmp_path: Path) -> None:
     )
     assert done.returncode == 2
     assert done.stderr == f"error: {FORMAT}='xml': it is text or json\n"
+
+
+def test_a_line_of_a_step_keeps_small_numbers() -> None:
+    report = StepReport(1, 0.5, 1.0, 1.0, 0.0, 8, 64, 0.1, False, True, metrics={"lr": 1.23456e-6})
+    assert line_of(report).endswith('{"lr": 1.235e-06}')

@@ -33,7 +33,7 @@ def sample(tmp_path_factory: pytest.TempPathFactory) -> SampleRun:
     ("words", "told", "lines"),
     [
         (["steps"], "committed", 3),
-        (["blame", 2, "--sort", "loss-share"], "its commit names it", 1),
+        (["blame", 2, "--sort", "abs-advantage"], "its commit names it", 1),
         (["why", "b0/3/0/0/"], "zero_variance", 1),
         (["rejected"], "varied: zero_variance 4", 5),
         (["leases"], "free", 1),
@@ -51,6 +51,12 @@ def test_a_question_is_answered_to_people_and_to_programs(
     assert (ended.code, ended.err) == (0, ""), "no progress where nobody watches"
     assert told in ended.out
     assert len(cli(*words, "--store", sample.url, "--json").json) == lines
+
+
+def test_rows_that_were_not_measured_are_not_sorted_by_it(cli: Cli, sample: SampleRun) -> None:
+    ended = cli("blame", 2, "--sort", "loss-share", "--store", sample.url)
+    assert (ended.code, ended.out) == (2, "")
+    assert "trainer 'trainer' measured no rows of step 2" in ended.err
 
 
 def test_staleness_says_whether_it_grew_and_which_step_is_not_committed(

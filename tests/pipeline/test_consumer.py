@@ -383,3 +383,22 @@ async def test_an_impossible_strategy_is_refused(
         with pytest.raises(error, match=match):
             await run_strategy(experiment, strategy, **more)
         assert await contents(store_url) == before
+
+
+@pytest.mark.parametrize(
+    ("attribute", "value", "problem"),
+    [
+        ("families", ("lihgt",), "has families='lihgt': accepted are light, tokens, text, heavy"),
+        ("unit", "batches", "has unit='batches': accepted are group and batch"),
+    ],
+)
+async def test_a_strategy_that_reads_what_there_is_not_is_refused(
+    store_url: str, monkeypatch: pytest.MonkeyPatch, attribute: str, value: Any, problem: str
+) -> None:
+    monkeypatch.setattr(Watcher, attribute, value)
+    async with opened(store_url, rollouts_per_group=4) as experiment:
+        await experiment.writer("e0").write(group())
+        before = await kinds(experiment)
+        with pytest.raises(InvalidArgumentError, match=problem):
+            await run_strategy(experiment, Watcher)
+        assert await kinds(experiment) == before

@@ -15,7 +15,7 @@ from tests.contract.making import group
 from tests.handles import Experiment
 from tests.whole_stores import replayed_steps
 from trinity_buffer import assign_rewards, compact, inspector, open_store, run_strategy, verify
-from trinity_buffer.errors import ArchivedSegmentError
+from trinity_buffer.errors import ArchivedSegmentError, InvalidArgumentError
 from trinity_buffer.experience import Experience
 
 GONE, KEPT, LATER = 2, 2, 1
@@ -209,6 +209,8 @@ async def test_a_new_reward_function_may_do_without_what_was_deleted(store_url: 
         )
         with pytest.raises(ArchivedSegmentError, match="deleted for good"):
             await assign_rewards(experiment, "tokens", lambda e: float(e.tokens[0]))
+        with pytest.raises(InvalidArgumentError, match="assign_rewards has families='token'"):
+            await assign_rewards(experiment, "tokens", lambda _: 1.0, families=["token"])
         there = await assign_rewards(
             experiment, "tokens", lambda e: None if e.archived else float(e.tokens[0])
         )

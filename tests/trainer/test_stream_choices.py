@@ -111,6 +111,18 @@ async def test_a_set_without_advantages_is_refused_before_the_first_step(store_u
     assert leased == []
 
 
+@pytest.mark.parametrize(
+    ("needs", "problem"),
+    [
+        ("logprob", r"needs='logprob': no column of rows; did you mean 'logprobs'\?"),
+        ("info", "needs='info': no column of rows; there are reward, advantages"),
+    ],
+)
+def test_a_column_that_no_row_can_have_is_refused(needs: str, problem: str) -> None:
+    with pytest.raises(InvalidArgumentError, match=problem):
+        StreamOptions(strategy=None, needs=("reward", "multi_modal_inputs.pixels", needs))
+
+
 async def test_a_row_without_logprobs_is_rejected_and_the_others_trained(store_url: str) -> None:
     made = rollouts(tasks=2)
     made[1].logprobs = None

@@ -281,6 +281,12 @@ async def blame(
         limit: Show at most this many rows.
     """
     contents = await questions.blame(source, step, trainer=trainer)
+    if sort == "loss-share" and not any("loss_share" in row.measured for row in contents.rows):
+        raise InvalidArgumentError(
+            f"--sort loss-share: trainer {contents.line.trainer!r} measured no rows of step {step} "
+            "(record_row_metrics of a run; a loop of your own measures none); --sort abs-advantage "
+            "needs no measure"
+        )
     rows = tuple(sorted(contents.rows, key=ROW_ORDERS[sort])[:limit])
 
     def text() -> output.Lines:

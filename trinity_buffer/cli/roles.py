@@ -566,7 +566,7 @@ class _Evaluation:
 
 def line_of(report: StepReport) -> str:
     """Return a step as one line."""
-    numbers = {name: round(value, 4) for name, value in report.metrics.items()}
+    numbers = {name: float(f"{value:.4g}") for name, value in report.metrics.items()}
     again = ", served again" if report.recorded else ""
     again += ", skipped: non_finite" if report.skipped else ""
     reward = "-" if "reward" in report.unknown else f"{report.reward:.3f}"

@@ -16,7 +16,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import chain
-from typing import Any, ClassVar
+from typing import Any, ClassVar, get_args
 
 import anyio.to_thread
 from torch import Tensor
@@ -25,10 +25,11 @@ from typing_extensions import override
 from trinity_buffer import errors
 from trinity_buffer.algorithm.add_strategy import ADD_STRATEGY, AddStrategy, compose
 from trinity_buffer.algorithm.arguments import made, refuse_unknown
+from trinity_buffer.algorithm.group_scores import Unit
 from trinity_buffer.codec.objects import new_event
 from trinity_buffer.events import ConsumerRegistered, ExperiencesRecorded, now_us
 from trinity_buffer.experience import Experience
-from trinity_buffer.identity import order_of
+from trinity_buffer.identity import order_of, require_families
 from trinity_buffer.limits import sizes
 from trinity_buffer.options import GroupingRules, option_types, renamed
 from trinity_buffer.pipeline.annotate import deciding
@@ -215,6 +216,11 @@ class StrategyConsumer:
             self.strategy = compose(self._staged, [cls for _, cls in self._classes], by_class)
         self._unit = self.strategy.unit_for(**args)
         families = self.strategy.families_for(**args)
+        require_families(f"strategy {self.name!r}", families)
+        if self._unit not in get_args(Unit):
+            raise errors.InvalidArgumentError(
+                f"strategy {self.name!r} has unit={self._unit!r}: accepted are group and batch"
+            )
         self._families = ("light", *(family for family in families if family != "light"))
         # What decides a group by its rewards, if the strategy needs nothing else.
         self._scorer = self.strategy.from_rewards() if self._unit == "group" else None

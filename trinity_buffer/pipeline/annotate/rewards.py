@@ -17,6 +17,7 @@ from trinity_buffer.codec.objects import new_event
 from trinity_buffer.errors import InvalidArgumentError
 from trinity_buffer.events import RewardsAssigned
 from trinity_buffer.experience import Experience
+from trinity_buffer.identity import require_families
 from trinity_buffer.limits import sizes
 from trinity_buffer.pipeline.handle import ExperimentHandle
 from trinity_buffer.pipeline.load.columns import load_experiences
@@ -46,8 +47,9 @@ async def assign_rewards(
         families: column families that it reads.
 
     Raises:
-        InvalidArgumentError: a reward that is not finite; nothing was recorded.
+        InvalidArgumentError: a reward that is not finite, or no such family; nothing was recorded.
     """
+    require_families("assign_rewards", families)
     key, every, limit = experiment.key, writer_queries.Filter(), sizes.experiences_per_page
 
     def load(tx: Transaction, after: int) -> tuple[list[ExperienceRow], int]:

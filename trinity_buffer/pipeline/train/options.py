@@ -21,7 +21,7 @@ from trinity_buffer.algorithm.arguments import did_you_mean
 from trinity_buffer.algorithm.sample_strategy import SAMPLE_STRATEGY, SampleStrategy
 from trinity_buffer.codec.objects import new_event
 from trinity_buffer.events import ConsumerRegistered, StepsCommitted
-from trinity_buffer.identity import parse_uid
+from trinity_buffer.identity import FAMILIES, parse_uid
 from trinity_buffer.options import Count, Natural, StepOptions, option_types
 from trinity_buffer.pipeline.annotate.consumer import RECORDED
 from trinity_buffer.pipeline.coordination.waiting import Presence, ReportedWait
@@ -32,6 +32,12 @@ from trinity_buffer.store.connection import Database
 from trinity_buffer.store.rows import ConsumerRow, StepRow
 from trinity_buffer.store.transaction import Transaction
 from trinity_buffer.store.url import StoreURL
+
+NEEDED = (
+    *("reward", "advantages", "returns", "token_level_reward", "action_mask"),
+    *(*FAMILIES["tokens"], *FAMILIES["heavy"]),
+)
+"""Columns that `StreamOptions.needs` may name; of pictures, ``multi_modal_inputs.NAME``."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,6 +113,13 @@ class StreamOptions(StepOptions):
             raise errors.InvalidArgumentError(
                 f"rank={self.rank} of world_size={self.world_size}: ranks count from 0"
             )
+        for name in self.needs:
+            # All rows would lack it, and be rejected for good.
+            if name.partition(".")[0] not in NEEDED:
+                raise errors.InvalidArgumentError(
+                    f"needs={name!r}: no column of rows{did_you_mean(name, NEEDED)}; there are "
+                    f"{', '.join(NEEDED)}"
+                )
         # Options that another one makes meaningless are errors, lest they be ignored silently.
         mixes = self.sample_strategy == "mix"
         if mixes != (self.expert_experiment is not None):
