@@ -198,19 +198,6 @@ def storable(text: str) -> str:
     return _UNSTORABLE.sub("\ufffd", text)
 
 
-def require_families(whose: str, families: Iterable[str]) -> None:
-    """Raise unless all ``families`` are column families.
-
-    Raises:
-        InvalidArgumentError: one is not; rows without it would pass for damaged.
-    """
-    for family in families:
-        if family not in FAMILIES:
-            raise InvalidArgumentError(
-                f"{whose} has families={family!r}: accepted are {', '.join(FAMILIES)}"
-            )
-
-
 def require_name(what: str, name: object) -> None:
     """Raise unless ``name`` is a valid name; the error begins with ``what``.
 

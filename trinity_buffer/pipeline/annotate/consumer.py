@@ -29,7 +29,7 @@ from trinity_buffer.algorithm.group_scores import Unit
 from trinity_buffer.codec.objects import new_event
 from trinity_buffer.events import ConsumerRegistered, ExperiencesRecorded, now_us
 from trinity_buffer.experience import Experience
-from trinity_buffer.identity import order_of, require_families
+from trinity_buffer.identity import order_of
 from trinity_buffer.limits import sizes
 from trinity_buffer.options import GroupingRules, option_types, renamed
 from trinity_buffer.pipeline.annotate import deciding
@@ -39,7 +39,7 @@ from trinity_buffer.pipeline.coordination.diagnosis import counted
 from trinity_buffer.pipeline.coordination.lease import TTL_S, StrategyLease
 from trinity_buffer.pipeline.handle import ExperimentHandle, as_json, by_size
 from trinity_buffer.pipeline.load.columns import load_experiences
-from trinity_buffer.pipeline.load.reading import EventCache
+from trinity_buffer.pipeline.load.reading import EventCache, require_families
 from trinity_buffer.store import log, segments, writer_queries
 from trinity_buffer.store.rows import SLOT_BITS, ConsumerRow, ExperienceRow, written_as
 from trinity_buffer.store.transaction import Session, Transaction

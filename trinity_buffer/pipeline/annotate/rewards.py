@@ -17,11 +17,10 @@ from trinity_buffer.codec.objects import new_event
 from trinity_buffer.errors import InvalidArgumentError
 from trinity_buffer.events import RewardsAssigned
 from trinity_buffer.experience import Experience
-from trinity_buffer.identity import require_families
 from trinity_buffer.limits import sizes
 from trinity_buffer.pipeline.handle import ExperimentHandle
 from trinity_buffer.pipeline.load.columns import load_experiences
-from trinity_buffer.pipeline.load.reading import EventCache
+from trinity_buffer.pipeline.load.reading import EventCache, require_families
 from trinity_buffer.store import log, writer_queries
 from trinity_buffer.store.rows import ExperienceRow
 from trinity_buffer.store.transaction import Transaction

@@ -17,8 +17,15 @@ import numpy.typing as npt
 
 from trinity_buffer.codec.blob import Buffer
 from trinity_buffer.codec.segments import decode_segment
-from trinity_buffer.errors import ArchivedSegmentError, CodecError, DamagedSegmentError, StoreError
+from trinity_buffer.errors import (
+    ArchivedSegmentError,
+    CodecError,
+    DamagedSegmentError,
+    InvalidArgumentError,
+    StoreError,
+)
 from trinity_buffer.events import WithSegment, kind_of
+from trinity_buffer.identity import FAMILIES
 from trinity_buffer.limits import sizes
 from trinity_buffer.pipeline.archive import read_archive
 from trinity_buffer.pipeline.handle import decoded
@@ -48,6 +55,19 @@ class StoredSegments(NamedTuple):
 
     parts: SegmentParts
     absent: dict[bytes, Absence]
+
+
+def require_families(whose: str, families: Iterable[str]) -> None:
+    """Raise unless all ``families`` are column families.
+
+    Raises:
+        InvalidArgumentError: one is not; rows without it would pass for damaged.
+    """
+    for family in families:
+        if family not in FAMILIES:
+            raise InvalidArgumentError(
+                f"{whose} has families={family!r}: accepted are {', '.join(FAMILIES)}"
+            )
 
 
 def read_segments(s: ReadSession, keys: Iterable[bytes], families: Sequence[str]) -> StoredSegments:
