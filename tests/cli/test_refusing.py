@@ -175,7 +175,7 @@ WRONG: dict[str, tuple[tuple[str, ...], str]] = {
             *("train", "--set"),
             "algorithm_args.kl_loss_fn_args={adaptive=true,target_kl=1,horizon=0}",
         ),
-        "horizon must be above 0, it is 0",
+        "horizon must be positive, it is 0",
     ),
     "a loss argument that is no number": (
         ("explore", "--set", "loss.args={clip_range=nan}"),
