@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,8 @@ from tests.crash.forking import CONTEXT, become
 
 LIFE_S = 300.0
 """Until a life that goes nowhere is ended: it takes a second or two, on a machine at rest."""
+_ONE_AT_A_TIME = threading.Lock()
+"""`Process.start` reads the ends of all processes: read by two threads, an end becomes a 255."""
 
 
 def live(role: str, arguments: Mapping[str, Any], crash_at: str | None, log: str) -> None:
@@ -49,13 +52,14 @@ class Lives(threading.Thread):
 
     def _one(self, point: str | None, limit_s: float) -> int | None:
         process = CONTEXT.Process(target=live, args=(*self._call, point, str(self._log)))
-        process.start()
-        process.join(limit_s)
-        if process.is_alive():
-            process.terminate()
+        with _ONE_AT_A_TIME:
+            process.start()
+        ended = wait([process.sentinel], limit_s)
+        with _ONE_AT_A_TIME:
+            if not ended:
+                process.kill()
             process.join()
-            return None
-        return process.exitcode
+        return process.exitcode if ended else None
 
 
 def run_all(lives: Sequence[Lives], when_through: Callable[[], None]) -> None:

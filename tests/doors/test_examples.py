@@ -31,6 +31,11 @@ def test_the_example_of_a_help_runs(site: Path, name: str) -> None:
     assert code == 0, f"{EXAMPLES[name]}\n{said}"
 
 
+def test_a_loss_without_a_gradient_has_no_shares_to_sort_by(site: Path) -> None:
+    code, said = call("trinity-buffer blame 2 --sort loss-share")
+    assert (code, "2 rows, by slot: the loss had no gradient" in said) == (0, True), said
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("name", sorted(IN_PROCESSES))
 def test_the_example_of_a_help_runs_in_processes(tmp_path: Path, name: str) -> None:

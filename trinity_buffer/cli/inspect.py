@@ -281,7 +281,7 @@ async def blame(
         limit: Show at most this many rows.
     """
     contents = await questions.blame(source, step, trainer=trainer)
-    if sort == "loss-share" and not any("loss_share" in row.measured for row in contents.rows):
+    if sort == "loss-share" and not any(row.measured for row in contents.rows):
         raise InvalidArgumentError(
             f"--sort loss-share: trainer {contents.line.trainer!r} measured no rows of step {step} "
             "(record_row_metrics of a run; a loop of your own measures none); --sort abs-advantage "
@@ -303,10 +303,14 @@ async def blame(
             "slot, uid, micro-batch=microbatch, reward, advantage, version=policy_version, "
             "stale=staleness, tokens=length, actor"
         ) + _known("measured", ROW_METRICS, contents.rows)
-        of = "" if len(rows) == len(contents.rows) else f" of {len(contents.rows)}"
+        title = f"{len(rows)} rows"
+        if len(rows) < len(contents.rows):
+            title = f"{len(rows)} of {len(contents.rows)} rows"
+        if sort == "loss-share" and not any("loss_share" in row.measured for row in contents.rows):
+            title += ", by slot: the loss had no gradient that they could share"
         # An expert's row has no actor here, but an experiment.
         named = [replace(row, actor=row.actor or row.experiment) for row in rows]
-        yield output.table_of(f"{len(rows)}{of} rows", columns, named)
+        yield output.table_of(title, columns, named)
 
     return output.Answer(replace(contents, rows=rows), text())
 
