@@ -40,8 +40,11 @@ class Own:
         await asyncio.get_running_loop().run_in_executor(self._thread, what)
 
     async def restarts(self) -> None:
-        await self.does(self.server.stop)
-        await self.does(self.server.start)
+        def restart() -> None:  # as a whole: the next one may be due before this one is done
+            self.server.stop()
+            self.server.start()
+
+        await self.does(restart)
 
 
 class Said(logging.Handler):
