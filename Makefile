@@ -4,8 +4,10 @@ BIN := .venv/bin
 READY := .venv/.ready
 # Twice as many as there are cores: a third of the time a test waits, for a server or for processes of its own.
 WORKERS = $(shell $(PYTHON) -c 'import os; print(min(4, 2 * (os.cpu_count() or 1)))')
+# Three times as many for the long tests, which kill, pause and wait for leases to expire.
+LONG_WORKERS = $(shell $(PYTHON) -c 'import os; print(min(6, 3 * (os.cpu_count() or 1)))')
 PYTEST = $(BIN)/python -m pytest -q
-LONG = $(PYTEST) -n $(WORKERS) --dist=load --maxschedchunk=1 -o faulthandler_timeout=900
+LONG = $(PYTEST) -n $(LONG_WORKERS) --dist=loadgroup --no-loadscope-reorder -o faulthandler_timeout=900
 # Compiled modules are kept, whatever the shell says: the tests start hundreds of processes.
 export PYTHONDONTWRITEBYTECODE =
 

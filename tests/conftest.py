@@ -35,6 +35,8 @@ LONGEST = (
     *("test_peers.py", "test_blocks.py", "test_long_rows.py", "test_mutants.py"),
 )
 """Files with tests that take a minute: whoever meets one at the end is waited for."""
+MADE_ONCE = "apart"
+"""A fixture of a module, of fifteen seconds: long tests that want it stay together."""
 WAITS = "test_torture.py"
 """Its tests take a minute, too, and compute for ten seconds of it."""
 
@@ -72,23 +74,28 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_itemcollected(item: pytest.Item) -> None:
     """Count what is tested once more on a server, above the store, among the long tests.
 
-    With ``--dist=loadgroup``, one process starts the server, one that from which others fork, one
-    parses all code, and one lets Hypothesis read all modules for numbers and words to try. Others
-    stay with their file: what it imports late, and what its fixtures make once, is needed once.
+    With ``--dist=loadgroup``, tests stay with their file: what it imports late, and what its
+    fixtures make once, is needed once. In `make test`, one process starts the server, one that from
+    which others fork, one parses all code, and one lets Hypothesis read all modules for numbers and
+    words to try. In `make check`, what is marked long goes to whichever process is free.
     """
     path = item.path.relative_to(Path(__file__).parent)
     folder = path.parts[0]
+    is_marked = item.get_closest_marker("long") is not None
     is_quick = {folder, item.path.name} & set(QUICK_ON_A_SERVER)
     on_a_server = "postgresql" in item.name.partition("[")[2]
     if on_a_server and not is_quick:
         item.add_marker(pytest.mark.long)
     assert isinstance(item, pytest.Function)
-    if on_a_server or any(name.startswith("postgres") for name in item.fixturenames):
+    if item.path.name in PARSING:
+        item.add_marker(pytest.mark.xdist_group("trees"))
+    elif not item.config.getoption("--cases"):
+        if not is_marked or MADE_ONCE in item.fixturenames:
+            item.add_marker(pytest.mark.xdist_group(str(path)))
+    elif on_a_server or any(name.startswith("postgres") for name in item.fixturenames):
         item.add_marker(pytest.mark.xdist_group("server"))
     elif not vars(item.module).keys().isdisjoint(FORKING):
         item.add_marker(pytest.mark.xdist_group("forks"))
-    elif item.path.name in PARSING:
-        item.add_marker(pytest.mark.xdist_group("trees"))
     elif is_hypothesis_test(item.function):
         item.add_marker(pytest.mark.xdist_group("examples"))
     else:

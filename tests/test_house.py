@@ -151,7 +151,7 @@ def complain(breaches: list[Breach], allowed: dict[str, str]) -> None:
     assert not wrong, "\n" + "\n".join(wrong)
 
 
-def test_one_process_of_make_test_reads_the_trees(request: pytest.FixtureRequest) -> None:
+def test_one_process_reads_the_trees(request: pytest.FixtureRequest) -> None:
     """pytest-xdist sends a test to the process of its group by the end of the test's id."""
     if request.config.getoption("loadgroup", default=False):
         remedy = "these releases of pytest and pytest-xdist do not go together: make setup"
