@@ -28,8 +28,11 @@ SIZES = {
     ),
     "python -m benchmarks.chain": "--tasks 32 --repetitions 1",
     "python -m benchmarks.earlier": "--only write --repetitions 1",
-    "python -m benchmarks.long_rows": "--rows 2 --calls 2 --repetitions 1 --steps 1",
+    # The trainer's part runs in tests/benchmarks.
+    "python -m benchmarks.long_rows": "--only write --rows 2 --calls 2 --repetitions 1",
     "python -m benchmarks.sharing": "--processes 1,2 --tasks 64",
+    "python -m benchmarks.sharing --live": "--processes 1 --tasks 64",
+    "python -m benchmarks.sharing --once": "--processes 1 --tasks 64",
     "python -m benchmarks.floors": "--tasks 32 --repetitions 1",
     "python -m benchmarks.growth": (
         "--first 1024 --experiences 1024 --rounds 1 --batches 16 --store runs/growth.db"
@@ -38,7 +41,7 @@ SIZES = {
     "python -m benchmarks.recorder": "--minutes 0.5 --rate 5",
     "make demo": DEMO,
     "make test": "-n 0 tests/codec/test_bodies.py",
-    "make bench": BENCH,
+    "make bench": "--only write --tasks 2 --repetitions 1",
     "make bench-peers": PEERS,
     "make bench-guard": GUARD,
     "make proofs": "--only no-such-proof",  # --run takes hours; tests/benchmarks runs it small
@@ -84,12 +87,16 @@ def _sizes_of(command: str) -> str:
     return SIZES[max(fitting, key=len)] if fitting else ""
 
 
+KEEPS = "--record"
+"""With it a script does what it does without, and keeps the result: one run shows both."""
+
+
 class Run(NamedTuple):
     """What a line comes to.
 
     Attributes:
         program: with its arguments.
-        kept: the options that no size sets again.
+        kept: the other options that no size sets again.
         sizes: what is put behind them.
     """
 
@@ -118,11 +125,11 @@ def known(commands: Iterable[str]) -> set[Run]:
 
 
 def _run_of(command: str) -> tuple[Run, list[str]]:
-    """Return what a line comes to, and those of its options that the sizes set again."""
+    """Return what a line comes to, and those of its options that are set again, or `KEEPS`."""
     if not command.startswith("python "):
         return Run(command, (), ""), []
     sizes = _sizes_of(command)
     program, *options = re.split(" (?=--)", command)
-    again = [one for one in options if one.split()[0] in sizes.split()]
+    again = [one for one in options if one.split()[0] in (KEEPS, *sizes.split())]
     kept = tuple(one for one in options if one not in again)
     return Run(program, kept, sizes), again

@@ -12,7 +12,8 @@ import pytest
 from tests.planted_faults.faults import FAULTS, table
 
 ROOT = Path(__file__).parents[2]
-PARTS = 4
+PARTS = 2
+"""Processes, each of which imports torch for five seconds, and then takes one for each fault."""
 
 
 def test_the_documents_show_these_faults_in_code_and_tests_that_exist() -> None:

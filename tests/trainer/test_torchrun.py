@@ -17,6 +17,7 @@ import pytest
 
 import trinity_buffer as tb
 from tests.cli.test_option_matrix import SMALL, words_of
+from tests.crash.forking import as_module, said_by
 from tests.planted_faults.scenes import nothing_is_wrong
 from tests.trainer.data import policy, recorded, rollouts
 from trinity_buffer import open_store, run_strategy, verify
@@ -59,15 +60,14 @@ def ended(process: subprocess.Popen[str]) -> Iterator[None]:
         process.communicate()
 
 
-def made(url: str) -> None:
+def made(url: str, folder: Path) -> None:
     """Record and annotate what the ranks train on."""
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-m", "trinity_buffer"]
     for words in (
         ["explore", "--store", url, "--actor", "e0", "--batches", "1", *words_of(RANKS)],
         ["annotate", "--store", url],
     ):
-        subprocess.run([*command, *words], env=environment, cwd=ROOT, check=True, timeout=LIMIT_S)
+        (said,) = said_by(as_module, [["trinity_buffer", *words]], folder)
+        assert said.startswith("0: "), said
 
 
 async def commits(url: str) -> list[StepsCommitted]:
@@ -89,7 +89,7 @@ def last(checkpoints: Path) -> Path:
 
 @pytest.mark.long
 def test_each_process_of_torchrun_trains_its_part(store_url: str, tmp_path: Path) -> None:
-    made(store_url)
+    made(store_url, tmp_path)
     process = torchrun(store_url, tmp_path)
     with ended(process):
         said, _ = process.communicate(timeout=LIMIT_S)
@@ -106,7 +106,7 @@ def test_each_process_of_torchrun_trains_its_part(store_url: str, tmp_path: Path
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_killed_rank_costs_no_data(store_url: str, tmp_path: Path, rank: int) -> None:
     """torchrun starts all ranks again, and they go on from the last commit."""
-    made(store_url)
+    made(store_url, tmp_path)
     process = torchrun(store_url, tmp_path, "--max-restarts", "1")
 
     async def kill_after_the_first_commit() -> None:
