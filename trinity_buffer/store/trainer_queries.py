@@ -6,17 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+from trinity_buffer.store import rows as store_rows
 from trinity_buffer.store import writer_queries
 from trinity_buffer.store.fold import LAST_ORDINAL
-from trinity_buffer.store.rows import (
-    CONSUMER_COLUMNS,
-    STEP_COLUMNS,
-    ConsumerRow,
-    StepRow,
-    first_address,
-    read_consumer,
-    read_step,
-)
 from trinity_buffer.store.tables import NOT_FREQUENT
 from trinity_buffer.store.transaction import Statement, Transaction
 
@@ -45,20 +37,20 @@ def guest_name(experiment: str, trainer: str) -> str:
     return "/".join(name.replace("%", "%25").replace("/", "%2F") for name in (experiment, trainer))
 
 
-def readers(tx: Transaction, experiment: int) -> list[tuple[int, str, str, ConsumerRow]]:
+def readers(tx: Transaction, experiment: int) -> list[tuple[int, str, str, store_rows.ConsumerRow]]:
     """Return the trainers that read an experiment: its own, and those that mix in rows of it.
 
     Each with the key and the name of its own experiment, and the name that its deliveries give the
     one that is read: "" its own.
     """
     rows = _READERS.fetch_all(tx, of=experiment)
-    return [(key, name, source, read_consumer(row)) for key, name, source, *row in rows]
+    return [(key, name, source, store_rows.read_consumer(row)) for key, name, source, *row in rows]
 
 
 # A look at the primary key for each trainer: joined, PostgreSQL may read every delivery.
 _READERS = Statement(
     "SELECT c.experiment, x.name, CASE c.experiment WHEN :of THEN '' ELSE own.name END, "
-    f"c.{CONSUMER_COLUMNS.replace(', ', ', c.')} "
+    f"c.{store_rows.CONSUMER_COLUMNS.replace(', ', ', c.')} "
     "FROM consumer c JOIN experiment x ON x.id = c.experiment "
     "JOIN experiment own ON own.id = :of WHERE c.kind = 'trainer' AND (c.experiment = :of "
     "OR EXISTS (SELECT 1 FROM delivery d WHERE d.experiment = c.experiment "
@@ -84,7 +76,7 @@ def annotated_page(
     positions = [position for (position,) in _POSITIONS.fetch_all(tx, **page)]
     if not positions:
         return positions, set()
-    span = {"of": experiment, "start": start, "end": first_address(positions[-1] + 1)}
+    span = {"of": experiment, "start": start, "end": store_rows.first_address(positions[-1] + 1)}
     spent = _SPENT.fetch_all(tx, **span, **trainer._asdict())
     return positions, {address for (address,) in spent}
 
@@ -106,21 +98,21 @@ _SPENT = Statement(
 
 def steps(
     tx: Transaction, experiment: int, name: str, *, after: int = 0, limit: int = -1
-) -> list[StepRow]:
+) -> list[store_rows.StepRow]:
     """Return the steps of a trainer above ``after``, in order."""
     most = limit if limit >= 0 else _ALL
     rows = _STEPS.fetch_all(tx, of=experiment, by=name, after=after, most=most)
-    return list(map(read_step, rows))
+    return list(map(store_rows.read_step, rows))
 
 
 _ALL = (1 << 63) - 1
 _OF_TRAINER = "FROM step WHERE experiment = :of AND consumer = :by"
 _STEPS = Statement(
-    f"SELECT {STEP_COLUMNS} {_OF_TRAINER} AND step > :after ORDER BY step LIMIT :most"
+    f"SELECT {store_rows.STEP_COLUMNS} {_OF_TRAINER} AND step > :after ORDER BY step LIMIT :most"
 )
 
 
-def step_at(tx: Transaction, experiment: int, name: str, number: int) -> StepRow | None:
+def step_at(tx: Transaction, experiment: int, name: str, number: int) -> store_rows.StepRow | None:
     """Return one step of a trainer, or None."""
     rows = steps(tx, experiment, name, after=number - 1, limit=1)
     return rows[0] if rows and rows[0].step == number else None
@@ -157,7 +149,7 @@ _EMPTY = Statement(f'SELECT count(*) {_OF_TRAINER} AND "rows" = 0')
 
 def steps_from_link(
     tx: Transaction, experiment: int, name: str, before: int, *, limit: int = -1
-) -> list[StepRow]:
+) -> list[store_rows.StepRow]:
     """Return the steps from the last one up to ``before`` whose link of the chain is recorded.
 
     All steps where no commit recorded the chain of its manifests, as in old versions.
@@ -172,15 +164,15 @@ _LAST_LINK = Statement(
 )
 
 
-def last_checkpoint(tx: Transaction, experiment: int, name: str) -> StepRow | None:
+def last_checkpoint(tx: Transaction, experiment: int, name: str) -> store_rows.StepRow | None:
     """Return the last committed step of the live line that names a checkpoint."""
     rows = _LAST_CHECKPOINT.fetch_all(tx, of=experiment, by=name)
-    return read_step(rows[0]) if rows else None
+    return store_rows.read_step(rows[0]) if rows else None
 
 
 _LAST_CHECKPOINT = Statement(
-    f"SELECT {STEP_COLUMNS} {_OF_TRAINER} AND committed_at IS NOT NULL AND checkpoint IS NOT NULL "
-    "ORDER BY step DESC LIMIT 1"
+    f"SELECT {store_rows.STEP_COLUMNS} {_OF_TRAINER} AND committed_at IS NOT NULL "
+    "AND checkpoint IS NOT NULL ORDER BY step DESC LIMIT 1"
 )
 
 
@@ -296,7 +288,7 @@ _LAST_HANDED = Statement(
 
 
 def weights_after(
-    tx: Transaction, experiment: int, trainer: str, leased: StepRow
+    tx: Transaction, experiment: int, trainer: str, leased: store_rows.StepRow
 ) -> tuple[str, str] | None:
     """Return digest and place of the policy that was published after a step of ``trainer``.
 

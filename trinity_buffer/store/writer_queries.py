@@ -11,20 +11,7 @@ from trinity_buffer.events import NewEvent
 from trinity_buffer.identity import EID, Key
 from trinity_buffer.options import renamed
 from trinity_buffer.store import counters, fold, log
-from trinity_buffer.store.rows import (
-    CONSUMER_COLUMNS,
-    EXPERIENCE_COLUMNS,
-    MAX_ROWS_PER_EVENT,
-    BatchRow,
-    ConsumerRow,
-    ExperienceRow,
-    experience_row,
-    first_address,
-    parsed,
-    position_of,
-    read_consumer,
-    typed,
-)
+from trinity_buffer.store import rows as store_rows
 from trinity_buffer.store.transaction import Statement, Transaction, one_statement
 
 DOOR = "door"
@@ -34,7 +21,7 @@ DOOR = "door"
 def config_of(tx: Transaction, experiment: int) -> tuple[dict[str, Any], bool] | None:
     """Return (configuration, whether it is finished), or None before the first event."""
     for config, finished in _CONFIG.fetch_all(tx, of=experiment):
-        return renamed(parsed(config, dict) or {}, warn=False), bool(finished)
+        return renamed(store_rows.parsed(config, dict) or {}, warn=False), bool(finished)
     return None
 
 
@@ -125,12 +112,14 @@ _SEALED_AMONG = Statement(
 )
 
 
-def batch_row(tx: Transaction, experiment: int, key: Key) -> BatchRow | None:
+def batch_row(tx: Transaction, experiment: int, key: Key) -> store_rows.BatchRow | None:
     """Return the batch with its planned tasks, or None if it was neither planned nor sealed."""
     return batches(tx, experiment, [str(key)]).get(str(key))
 
 
-def batches(tx: Transaction, experiment: int, keys: Sequence[str]) -> dict[str, BatchRow]:
+def batches(
+    tx: Transaction, experiment: int, keys: Sequence[str]
+) -> dict[str, store_rows.BatchRow]:
     """Return those of the batches ``keys`` that were planned or sealed."""
     rows = _BATCHES.fetch_all(tx, of=experiment, batches=keys)
     tasks: dict[str, list[Key]] = {}
@@ -138,10 +127,10 @@ def batches(tx: Transaction, experiment: int, keys: Sequence[str]) -> dict[str, 
         # Sorted here: asked to, SQLite walks through all plans of the run in their order.
         plans = _TASKS.fetch_all(tx, of=experiment, batches=keys)
         for _, key, task, is_int in sorted(plans):
-            tasks.setdefault(key, []).append(typed(task, is_int=is_int))
+            tasks.setdefault(key, []).append(store_rows.typed(task, is_int=is_int))
     return {
-        key: BatchRow(
-            typed(key, is_int=is_int),
+        key: store_rows.BatchRow(
+            store_rows.typed(key, is_int=is_int),
             actor,
             size,
             planned,
@@ -200,7 +189,7 @@ _KINDS_OF_KEYS = Statement(
 def key_of_batch(tx: Transaction, experiment: int, batch: str) -> Key:
     """Return the id, with its type, of a batch of which something is stored."""
     kinds = int(_KINDS_OF_KEYS.value(tx, of=experiment, batch=batch))
-    return typed(batch, is_int=bool(kinds & 1))
+    return store_rows.typed(batch, is_int=bool(kinds & 1))
 
 
 def count_in_batch(tx: Transaction, experiment: int, key: Key) -> int:
@@ -208,25 +197,27 @@ def count_in_batch(tx: Transaction, experiment: int, key: Key) -> int:
     return int(_IN_BATCH.value(tx, of=experiment, batch=str(key)))
 
 
-def consumers(tx: Transaction, experiment: int) -> dict[str, ConsumerRow]:
+def consumers(tx: Transaction, experiment: int) -> dict[str, store_rows.ConsumerRow]:
     """Return all consumers of the experiment."""
-    rows = map(read_consumer, _CONSUMERS.fetch_all(tx, of=experiment))
+    rows = map(store_rows.read_consumer, _CONSUMERS.fetch_all(tx, of=experiment))
     return {row.name: row for row in rows}
 
 
 @one_statement
-def consumer_row(tx: Transaction, experiment: int, name: str) -> ConsumerRow | None:
+def consumer_row(tx: Transaction, experiment: int, name: str) -> store_rows.ConsumerRow | None:
     """Return one consumer, or None."""
     rows = _CONSUMER.fetch_all(tx, of=experiment, by=name)
-    return read_consumer(rows[0]) if rows else None
+    return store_rows.read_consumer(rows[0]) if rows else None
 
 
-_COLUMNS_OF_CONSUMER = f"SELECT {CONSUMER_COLUMNS} FROM consumer WHERE experiment = :of"
+_COLUMNS_OF_CONSUMER = f"SELECT {store_rows.CONSUMER_COLUMNS} FROM consumer WHERE experiment = :of"
 _CONSUMERS = Statement(f"{_COLUMNS_OF_CONSUMER} ORDER BY name")
 _CONSUMER = Statement(f"{_COLUMNS_OF_CONSUMER} AND name = :by")
 
 
-def registered(tx: Transaction, experiment: int, name: str, event: NewEvent) -> ConsumerRow:
+def registered(
+    tx: Transaction, experiment: int, name: str, event: NewEvent
+) -> store_rows.ConsumerRow:
     """Return the consumer ``name``; append the event that registers it if it is new.
 
     Raises:
@@ -256,7 +247,7 @@ def waiting_addresses(
     tx: Transaction, experiment: int, name: str, *, after: int, up_to: int, limit: int
 ) -> list[int]:
     """Return addresses that strategy ``name`` has seen and not decided, above ``after``."""
-    end = first_address(up_to + 1)
+    end = store_rows.first_address(up_to + 1)
     rows = _WAITING.fetch_all(tx, of=experiment, by=name, after=after, end=end, most=limit)
     return [address for (address,) in rows]
 
@@ -269,7 +260,7 @@ _WAITING = Statement(
 
 def last_recorded(tx: Transaction, experiment: int) -> int:
     """Return the position of the last event that recorded experiences, or 0."""
-    return position_of(int(_LAST_RECORDED.value(tx, of=experiment) or 0))
+    return store_rows.position_of(int(_LAST_RECORDED.value(tx, of=experiment) or 0))
 
 
 _LAST_RECORDED = Statement("SELECT max(address) FROM experience WHERE experiment = :of")
@@ -277,20 +268,25 @@ _LAST_RECORDED = Statement("SELECT max(address) FROM experience WHERE experiment
 
 def experience_rows(
     tx: Transaction, experiment: int, addresses: Sequence[int]
-) -> list[ExperienceRow]:
+) -> list[store_rows.ExperienceRow]:
     """Return the experiences at ``addresses``, in order of address."""
     rows = _AT.fetch_all(tx, of=experiment, addresses=addresses)
-    return list(map(experience_row, rows))
+    return list(map(store_rows.experience_row, rows))
 
 
 @one_statement
-def rows_of_event(tx: Transaction, experiment: int, position: int) -> list[ExperienceRow]:
+def rows_of_event(
+    tx: Transaction, experiment: int, position: int
+) -> list[store_rows.ExperienceRow]:
     """Return the experiences that the event at ``position`` recorded."""
-    span = {"first": first_address(position), "end": first_address(position + 1)}
-    return list(map(experience_row, _OF_EVENT.fetch_all(tx, of=experiment, **span)))
+    span = {
+        "first": store_rows.first_address(position),
+        "end": store_rows.first_address(position + 1),
+    }
+    return list(map(store_rows.experience_row, _OF_EVENT.fetch_all(tx, of=experiment, **span)))
 
 
-_EXPERIENCE = f"SELECT {EXPERIENCE_COLUMNS} FROM experience e WHERE experiment = :of AND"
+_EXPERIENCE = f"SELECT {store_rows.EXPERIENCE_COLUMNS} FROM experience e WHERE experiment = :of AND"
 _AT = Statement(f"{_EXPERIENCE} address IN INTS(:addresses) ORDER BY address")
 _OF_EVENT = Statement(f"{_EXPERIENCE} address >= :first AND address < :end ORDER BY address")
 
@@ -311,7 +307,10 @@ def settled(
         cursor: decided are experiences up to here.
         seen: experiences are refused up to here, at the door.
     """
-    ends = {"decided": first_address(cursor + 1), "seen": first_address(seen + 1)}
+    ends = {
+        "decided": store_rows.first_address(cursor + 1),
+        "seen": store_rows.first_address(seen + 1),
+    }
     decided, refused = set(), set()
     for key, task, run, why in of_groups(tx, _SETTLED, experiment, groups, by=name, **ends):
         if why is None:
@@ -398,7 +397,7 @@ _NEWEST_VERSION = Statement(
 
 def experiences(
     tx: Transaction, experiment: int, wanted: Filter, *, after: int, limit: int
-) -> list[ExperienceRow]:
+) -> list[store_rows.ExperienceRow]:
     """Return up to ``limit`` experiences with an address above ``after``, in order of address."""
     values = asdict(wanted) | {"of": experiment, "after": after, "most": limit}
     conditions = [_CONDITIONS[name] for name in _CONDITIONS if values[name] is not None]
@@ -414,7 +413,7 @@ def experiences(
         conditions.append("refused IS NULL")
     those = " AND ".join(["address > :after", *conditions])
     query = Statement(f"{_EXPERIENCE} {those} ORDER BY address LIMIT :most")
-    return list(map(experience_row, query.fetch_all(tx, **values)))
+    return list(map(store_rows.experience_row, query.fetch_all(tx, **values)))
 
 
 _CONDITIONS = {
@@ -429,7 +428,7 @@ _ENTRY = (
     "AND {0}.{1} = e.address OFFSET 0)"
 )
 _IN_STATE: dict[State, str] = {
-    "unseen": f"address >= {MAX_ROWS_PER_EVENT} * (1 + "
+    "unseen": f"address >= {store_rows.MAX_ROWS_PER_EVENT} * (1 + "
     "(SELECT cursor FROM consumer WHERE experiment = :of AND name = :annotation_set))",
     "waiting": _ENTRY.format("waiting", "address"),
     "annotated": _ENTRY.format("annotation", "experience"),

@@ -14,14 +14,9 @@ from pathlib import Path
 
 import anyio.to_thread
 
+from trinity_buffer import events
 from trinity_buffer.codec.objects import new_event
 from trinity_buffer.errors import CodecError, DamagedSegmentError, InvalidArgumentError, StoreError
-from trinity_buffer.events import (
-    ExperiencesRecorded,
-    NewEvent,
-    SegmentsArchived,
-    SegmentsRestored,
-)
 from trinity_buffer.identity import FAMILIES
 from trinity_buffer.limits import sizes
 from trinity_buffer.pipeline.archive import (
@@ -41,7 +36,7 @@ from trinity_buffer.store.rows import position_of
 from trinity_buffer.store.segments import SegmentRow, SegmentStore
 from trinity_buffer.store.transaction import SegmentParts, Transaction
 
-Recorded = tuple[int, ExperiencesRecorded]
+Recorded = tuple[int, events.ExperiencesRecorded]
 """A position, and the event there."""
 
 
@@ -133,7 +128,7 @@ class _Compaction:
                 unneeded = [
                     (placed.position, placed.fact)
                     for placed in await anyio.to_thread.run_sync(readable_events, stored)
-                    if isinstance(placed.fact, ExperiencesRecorded)
+                    if isinstance(placed.fact, events.ExperiencesRecorded)
                 ]
                 # An event that cannot be read does not say how its segment is divided.
                 self._damaged += len(finished) - len(unneeded)
@@ -164,16 +159,16 @@ class _Compaction:
                 await self._record(sound, archive)
 
     async def _record(
-        self, facts: Sequence[ExperiencesRecorded], archive: ArchiveFile | None
+        self, facts: Sequence[events.ExperiencesRecorded], archive: ArchiveFile | None
     ) -> None:
         keys = [fact.segment for fact in facts]
         path, digest = archive or (None, None)
-        event = new_event(SegmentsArchived(segments=keys, uri=path, digest=digest))
+        event = new_event(events.SegmentsArchived(segments=keys, uri=path, digest=digest))
         await self._database.write(self._delete, keys, event)
         self._segments += len(keys)
         self._bytes += sum(sum(fact.families.values()) for fact in facts)
 
-    def _delete(self, tx: Transaction, keys: Sequence[bytes], event: NewEvent) -> None:
+    def _delete(self, tx: Transaction, keys: Sequence[bytes], event: events.NewEvent) -> None:
         key = self._experiment.key
         tx.lock(key)
         # Under the lock: of two that compact at once, the second must not name a second file.
@@ -185,7 +180,7 @@ class _Compaction:
 
 def _write(
     folder: Path, experiment: str, recorded: Sequence[Recorded], parts: SegmentParts
-) -> tuple[list[ExperiencesRecorded], ArchiveFile | None]:
+) -> tuple[list[events.ExperiencesRecorded], ArchiveFile | None]:
     """Write the segments that are sound; return their events, and the file if there is one."""
     sound: dict[bytes, int] = {}
     for position, fact in recorded:
@@ -240,12 +235,12 @@ async def restore(
     for number, (position, keys) in enumerate(archives.items()):
         progress("restore", number, len(archives))
         (stored,) = await database.read(log.read_at, key, [position])
-        archive = fact_at(experiment.name, stored, SegmentsArchived)
+        archive = fact_at(experiment.name, stored, events.SegmentsArchived)
         path = Path(str(archive.uri)) if folder is None else folder / Path(str(archive.uri)).name
         put = partial(_put, database.segments, path, archive.digest, keys)
         rows = await anyio.to_thread.run_sync(put)
         files.append(str(archive.uri))
-        event = new_event(SegmentsRestored(segments=keys))
+        event = new_event(events.SegmentsRestored(segments=keys))
         await database.write(_take_back, database.segments, key, keys, rows, event, actor)
         segments_back += len(keys)
         bytes_back += sum(len(piece) for row in rows for piece in row.data)
@@ -282,7 +277,7 @@ def _take_back(
     experiment: int,
     keys: Sequence[bytes],
     rows: Sequence[SegmentRow],
-    event: NewEvent,
+    event: events.NewEvent,
     actor: str,
 ) -> None:
     tx.lock(experiment)

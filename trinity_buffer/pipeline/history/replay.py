@@ -16,16 +16,10 @@ from typing_extensions import override
 from trinity_buffer.errors import InvalidArgumentError
 from trinity_buffer.events import BatchLeased, StepsCommitted
 from trinity_buffer.limits import sizes
+from trinity_buffer.pipeline import manifest as manifests
 from trinity_buffer.pipeline.handle import fact_at
 from trinity_buffer.pipeline.load.columns import RowLoader
 from trinity_buffer.pipeline.load.reading import EventCache
-from trinity_buffer.pipeline.manifest import (
-    FIRST_LINK,
-    chain,
-    leased_step,
-    repartitioned,
-    rows_by_rank,
-)
 from trinity_buffer.pipeline.store import Experiment, open_store
 from trinity_buffer.pipeline.sync_stream import StepStream, in_portal
 from trinity_buffer.pipeline.train.checkpoint import found_again
@@ -72,11 +66,11 @@ async def replayed_steps(
         raise InvalidArgumentError(
             f"steps {first}:{last}: trainer {consumer!r} was handed steps 1 to {row.leased_step}"
         )
-    link, mover, memory = FIRST_LINK, Mover(device), StepMemory()
+    link, mover, memory = manifests.FIRST_LINK, Mover(device), StepMemory()
     loader = RowLoader(EventCache(key, experiment.name))
     async for recorded in _steps(experiment, consumer, first, last):
         # A commit says its link; only the steps between commits are chained here.
-        link = recorded.chain or chain(link, recorded.manifest_digest)
+        link = recorded.chain or manifests.chain(link, recorded.manifest_digest)
         if first <= recorded.step:
             manifest, commit, head = await _recorded(experiment, recorded)
             remedy = (
@@ -92,9 +86,12 @@ async def replayed_steps(
                     "which has no advantages: replay it with an algorithm that computes them in "
                     "the trainer, such as rloo, or that reads none"
                 )
-            if len(rows_by_rank(manifest)) != world_size:
+            if len(manifests.rows_by_rank(manifest)) != world_size:
                 order, plans = plan_again(world_size, manifest, rows, range(len(manifest.groups)))
-                manifest, rows = repartitioned(manifest, order, plans), rows.reordered(order)
+                manifest, rows = (
+                    manifests.repartitioned(manifest, order, plans),
+                    rows.reordered(order),
+                )
             part = partial(collate_step, rank=rank, world=world_size)
             yield replace(
                 await anyio.to_thread.run_sync(part, manifest, rows, mover, memory),
@@ -127,7 +124,7 @@ async def _recorded(
 ) -> tuple[BatchLeased, StepsCommitted | None, str]:
     """Return the manifest of a step, its commit if there was one, and its head."""
     leased = await experiment.database.read_session(
-        partial(leased_step, experiment=experiment, row=recorded)
+        partial(manifests.leased_step, experiment=experiment, row=recorded)
     )
     places = [] if recorded.committed_at is None else [recorded.committed_at]
     stored = await experiment.database.read(log.read_at, experiment.key, places)
@@ -179,6 +176,7 @@ Uids = Callable[[TrainStep, Sequence[int]], Awaitable[list[str]]]
 """Returns the uids of rows of a step, by their places in its manifest."""
 
 
+@dataclass(eq=False)
 class ReplayStream(StepStream):
     """Looks like a train stream to a trainer; commits go nowhere. Made by `open_replay_stream`.
 
@@ -187,22 +185,12 @@ class ReplayStream(StepStream):
         device: where the tensors of its steps are.
     """
 
-    def __init__(
-        self,
-        portal: BlockingPortal,
-        steps: AsyncIterator[TrainStep],
-        uids: Uids,
-        resume: Resume | None,
-        *,
-        device: str,
-        repeat_skips: bool,
-    ) -> None:
-        self._portal = portal
-        self._steps = steps
-        self._uids = uids
-        self._repeat_skips = repeat_skips
-        self.resume = resume
-        self.device = device
+    _portal: BlockingPortal
+    _steps: AsyncIterator[TrainStep]
+    _uids: Uids
+    resume: Resume | None
+    device: str
+    _repeat_skips: bool
 
     @override
     def __next__(self) -> TrainStep:
@@ -264,4 +252,4 @@ def open_replay_stream(
     resume = None if from_checkpoint is None else Resume(first - 1, from_checkpoint, None, b"")
     with in_portal(_opened(url, experiment, options)) as (portal, (steps, uids)):
         device = str(options.get("device", "cpu"))
-        yield ReplayStream(portal, steps, uids, resume, device=device, repeat_skips=repeat_skips)
+        yield ReplayStream(portal, steps, uids, resume, device, repeat_skips)

@@ -16,6 +16,7 @@ import anyio.to_thread
 import numpy as np
 import numpy.typing as npt
 
+from trinity_buffer import events
 from trinity_buffer.codec.blob import Buffer
 from trinity_buffer.codec.objects import unpack_object
 from trinity_buffer.codec.segments import (
@@ -27,12 +28,6 @@ from trinity_buffer.codec.segments import (
     is_scorable,
 )
 from trinity_buffer.errors import CodecError, DamagedSegmentError, StoreError
-from trinity_buffer.events import (
-    ExperienceColumns,
-    ExperiencesRecorded,
-    PlacedFact,
-    WithSegment,
-)
 from trinity_buffer.identity import FAMILIES
 from trinity_buffer.limits import sizes
 from trinity_buffer.pipeline.archive import digest_of, read_archive
@@ -51,7 +46,7 @@ _UNKNOWN = -1
 
 
 def wrong_columns(
-    columns: ExperienceColumns, sampling: Mapping[int, Any], segments: Sequence[Segment]
+    columns: events.ExperienceColumns, sampling: Mapping[int, Any], segments: Sequence[Segment]
 ) -> Iterator[tuple[int, str]]:
     """Yield (slot, what is wrong) where a column is not what the decoded segments hold.
 
@@ -84,7 +79,7 @@ def wrong_columns(
 def _sizes(
     segments: Sequence[Segment],
     field: str,
-    columns: ExperienceColumns,
+    columns: events.ExperienceColumns,
     of: Callable[[Column], Integers] = attrgetter("sizes"),
 ) -> Integers:
     """Return how many elements a field has in each row, or what ``of`` says; -1: it has none."""
@@ -103,7 +98,7 @@ def _trained(mask: Column) -> Integers:
 
 
 def _wrong_of_info(
-    columns: ExperienceColumns, sampling: Mapping[int, Any], segments: Sequence[Segment]
+    columns: events.ExperienceColumns, sampling: Mapping[int, Any], segments: Sequence[Segment]
 ) -> Iterator[tuple[int, str]]:
     """Compare policy version, finish reason and sampling with what ``info`` says of them."""
     infos, cuts = (
@@ -130,13 +125,13 @@ def _wrong_of_info(
 
 
 async def check_segments(
-    database: Database, events: Sequence[PlacedFact]
+    database: Database, facts: Sequence[events.PlacedFact]
 ) -> tuple[int, list[tuple[bytes, Problem]]]:
-    """Return how many segments ``events`` name, and what is wrong with which of them."""
+    """Return how many segments ``facts`` name, and what is wrong with which of them."""
     named = [
-        (event.position, event.fact)
-        for event in events
-        if isinstance(event.fact, WithSegment) and event.fact.segment
+        (placed.position, placed.fact)
+        for placed in facts
+        if isinstance(placed.fact, events.WithSegment) and placed.fact.segment
     ]
     problems: list[tuple[bytes, Problem]] = []
     most, most_segments = sizes.bytes_per_audit, sizes.segments_per_audit
@@ -149,12 +144,14 @@ async def check_segments(
     return len(named), problems
 
 
-def bytes_of(named: tuple[int, WithSegment]) -> int:
+def bytes_of(named: tuple[int, events.WithSegment]) -> int:
     """Return how many bytes the segment of an event has; it comes with its position."""
     return sum(named[1].families.values())
 
 
-def sound_family(fact: WithSegment, family: str, parts: SegmentParts) -> tuple[Buffer, Segment]:
+def sound_family(
+    fact: events.WithSegment, family: str, parts: SegmentParts
+) -> tuple[Buffer, Segment]:
     """Return a family of the segment that an event names: its bytes, and what they hold.
 
     Raises:
@@ -171,7 +168,7 @@ def sound_family(fact: WithSegment, family: str, parts: SegmentParts) -> tuple[B
 
 
 def _check_group(
-    named: Sequence[tuple[int, WithSegment]], parts: SegmentParts
+    named: Sequence[tuple[int, events.WithSegment]], parts: SegmentParts
 ) -> list[tuple[bytes, Problem]]:
     return [
         (fact.segment, problem)
@@ -180,7 +177,9 @@ def _check_group(
     ]
 
 
-def _check_segment(position: int, fact: WithSegment, parts: SegmentParts) -> Iterator[Problem]:
+def _check_segment(
+    position: int, fact: events.WithSegment, parts: SegmentParts
+) -> Iterator[Problem]:
     where = f"segment {fact.segment.hex()} of position {position}"
     blobs, decoded = list[Buffer](), list[Segment]()
     for family in fact.families:
@@ -193,7 +192,7 @@ def _check_segment(position: int, fact: WithSegment, parts: SegmentParts) -> Ite
             decoded.append(segment)
     if len(decoded) < len(fact.families):
         return
-    if isinstance(fact, ExperiencesRecorded):
+    if isinstance(fact, events.ExperiencesRecorded):
         yield from _check_rows(position, fact, decoded)
     elif fact.digest is not None and (digest := content_digest(blobs)) != fact.digest:
         what = f"it has the digest {digest.hex()}, its event says {fact.digest.hex()}"
@@ -201,7 +200,7 @@ def _check_segment(position: int, fact: WithSegment, parts: SegmentParts) -> Ite
 
 
 def _check_rows(
-    position: int, fact: ExperiencesRecorded, decoded: Sequence[Segment]
+    position: int, fact: events.ExperiencesRecorded, decoded: Sequence[Segment]
 ) -> Iterator[Problem]:
     columns, recorded = fact.columns, list(fact.columns.digest)
     uids, wrong = list(columns.uids()), list[tuple[str, int, str]]()
@@ -275,7 +274,7 @@ async def check_surroundings(
     orphans = (await database.read(database.segments.keys)).difference(named)
     others = await database.read(log.experiment_names) if orphans else {}
     for key in others.values():
-        async for _, fact in facts_of(database, key, WithSegment):
+        async for _, fact in facts_of(database, key, events.WithSegment):
             orphans.discard(fact.segment)
     what = "no event names it"  # of any experiment
     return problems + [Problem("segments", f"segment {key.hex()}", what) for key in orphans]
