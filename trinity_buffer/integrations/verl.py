@@ -147,17 +147,14 @@ def _trajectories(keys: list[str], tags: list[dict[str, Any]]) -> list[Experienc
     if not keys:
         return []
     data = tq.kv_batch_get(keys=keys, partition_id=TRAIN)
-    columns = {name: _values(data.get(name)) for name in data.keys()}  # noqa: SIM118 - a TensorDict
+    columns = {
+        name: list(column.unbind() if isinstance(column, torch.Tensor) else column.tolist())
+        for name, column in data.items()
+    }
     return [
         _experience(key, {name: values[at] for name, values in columns.items()}, tag)
         for at, (key, tag) in enumerate(zip(keys, tags, strict=True))
     ]
-
-
-def _values(column: Any) -> list[Any]:
-    if isinstance(column, torch.Tensor):
-        return list(column.unbind())
-    return list(column.tolist())
 
 
 def _experience(key: str, row: dict[str, Any], tag: dict[str, Any]) -> Experience:

@@ -96,11 +96,8 @@ def decisions(
         # Later states overwrite earlier ones; the order is that of the decisions.
         states[wanted >= first_address(chosen.cursor + 1)] = "unseen"
         _put(states, wanted, [(at, "waiting") for (at,) in _WAITING.fetch_all(tx, **mine)])
-        _put(
-            states,
-            wanted,
-            [(at, f"rejected: {why}") for at, why in _REJECTED.fetch_all(tx, **mine)],
-        )
+        rejected = [(at, f"rejected: {why}") for at, why in _REJECTED.fetch_all(tx, **mine)]
+        _put(states, wanted, rejected)
         states[own > 0] = "annotated"
         decided.append(Decisions(states, own))
     return decided
@@ -110,11 +107,9 @@ def _put(into: npt.NDArray[Any], wanted: Integers, rows: Sequence[tuple[Any, ...
     """Put what follows the address of each row where that stands in ``wanted``, if it does."""
     if not rows:
         return
-    addresses_found, *values = zip(
-        *rows, strict=True
-    )  # in columns: lists of pairs are swept by Python
-    places = np.searchsorted(wanted, addresses_found)
-    there = wanted[places] == addresses_found  # none is above the last
+    at, *values = zip(*rows, strict=True)  # in columns: lists of pairs are swept by Python
+    places = np.searchsorted(wanted, at)
+    there = wanted[places] == at  # none is above the last
     into[places[there]] = np.array(values, into.dtype).T.reshape(-1, *into.shape[1:])[there]
 
 

@@ -100,18 +100,6 @@ _SETTLED = in_batch(
 _IN_BATCH = in_batch("count(address)", "", " AND refused IS DISTINCT FROM 'late'")
 
 
-def sealed_among(tx: Transaction, experiment: int, batches: Sequence[str]) -> set[str]:
-    """Return which of ``batches`` are sealed."""
-    rows = _SEALED_AMONG.fetch_all(tx, of=experiment, batches=batches)
-    return {key for (key,) in rows}
-
-
-_SEALED_AMONG = Statement(
-    "SELECT batch FROM batch "
-    "WHERE experiment = :of AND batch IN TEXTS(:batches) AND sealed_at IS NOT NULL"
-)
-
-
 def batch_row(tx: Transaction, experiment: int, key: Key) -> store_rows.BatchRow | None:
     """Return the batch with its planned tasks, or None if it was neither planned nor sealed."""
     return batches(tx, experiment, [str(key)]).get(str(key))

@@ -143,28 +143,23 @@ class _Compaction:
 
     async def _remove(self, recorded: Sequence[Recorded]) -> None:
         """Write segments to an archive, if there is to be one, and delete them."""
-        facts = [fact for _, fact in recorded]
-        if self._archive is None:
-            await self._record(facts, None)
-            return
-        keys = [fact.segment for fact in facts]
-        parts = await self._database.read_session(lambda s: s.segments(keys, tuple(FAMILIES)))
-        write = partial(_write, self._archive, self._experiment.name, recorded, parts)
+        facts, path, digest = [fact for _, fact in recorded], None, None
         # A file that is written is recorded too, even if Ctrl-C comes meanwhile.
         with anyio.CancelScope(shield=True):
-            sound, archive = await anyio.to_thread.run_sync(write)
-            self._damaged += len(facts) - len(sound)
-            if archive is not None:
-                self._files.append(archive.path)
-                await self._record(sound, archive)
-
-    async def _record(
-        self, facts: Sequence[events.ExperiencesRecorded], archive: ArchiveFile | None
-    ) -> None:
-        keys = [fact.segment for fact in facts]
-        path, digest = archive or (None, None)
-        event = new_event(events.SegmentsArchived(segments=keys, uri=path, digest=digest))
-        await self._database.write(self._delete, keys, event)
+            if self._archive is not None:
+                keys = [fact.segment for fact in facts]
+                read = partial(self._database.segments.get, keys=keys, families=tuple(FAMILIES))
+                parts = await self._database.read_session(read)
+                write = partial(_write, self._archive, self._experiment.name, recorded, parts)
+                facts, archive = await anyio.to_thread.run_sync(write)
+                self._damaged += len(recorded) - len(facts)
+                if archive is None:
+                    return
+                path, digest = archive
+                self._files.append(path)
+            keys = [fact.segment for fact in facts]
+            event = new_event(events.SegmentsArchived(segments=keys, uri=path, digest=digest))
+            await self._database.write(self._delete, keys, event)
         self._segments += len(keys)
         self._bytes += sum(sum(fact.families.values()) for fact in facts)
 

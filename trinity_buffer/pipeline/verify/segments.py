@@ -140,7 +140,12 @@ async def check_segments(
         families = sorted({family for _, fact in group for family in fact.families})
         read = partial(database.segments.get, keys=keys, families=families)
         parts = await database.read_session(read)
-        problems += await anyio.to_thread.run_sync(_check_group, group, parts)
+        checked = (
+            (fact.segment, problem)
+            for position, fact in group
+            for problem in _check_segment(position, fact, parts)
+        )
+        problems += await anyio.to_thread.run_sync(list, checked)
     return len(named), problems
 
 
@@ -165,16 +170,6 @@ def sound_family(
     if segment.rows != fact.rows:
         raise CodecError(f"family {family!r} has {segment.rows} rows, its event {fact.rows}")
     return blob, segment
-
-
-def _check_group(
-    named: Sequence[tuple[int, events.WithSegment]], parts: SegmentParts
-) -> list[tuple[bytes, Problem]]:
-    return [
-        (fact.segment, problem)
-        for position, fact in named
-        for problem in _check_segment(position, fact, parts)
-    ]
 
 
 def _check_segment(

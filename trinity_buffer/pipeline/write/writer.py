@@ -270,10 +270,10 @@ def _conflicts(
     """Return rows of ``write`` that are stored, its batches that are sealed, the end of the log."""
     experiment = write.calls[0].experiment
     eids = [experience.eid for batch in write.batches for experience in batch.experiences]
-    batches = sorted(write.open_batches)
-    sealed = writer_queries.sealed_among(tx, experiment, batches) if batches else ()
+    batches = writer_queries.batches(tx, experiment, sorted(write.open_batches))
+    sealed = frozenset(key for key, row in batches.items() if row.sealed_at is not None)
     known = writer_queries.stored(tx, experiment, eids)
-    return known, frozenset(sealed), log.end(tx, experiment)
+    return known, sealed, log.end(tx, experiment)
 
 
 _logger = logging.getLogger(__name__)
