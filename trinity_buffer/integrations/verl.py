@@ -149,7 +149,8 @@ def _trajectories(keys: list[str], tags: list[dict[str, Any]]) -> list[Experienc
     data = tq.kv_batch_get(keys=keys, partition_id=TRAIN)
     columns = {
         name: list(column.unbind() if isinstance(column, torch.Tensor) else column.tolist())
-        for name, column in data.items()
+        for name in data.keys()  # noqa: SIM118 - a TensorDict
+        for column in [data.get(name)]
     }
     return [
         _experience(key, {name: values[at] for name, values in columns.items()}, tag)
