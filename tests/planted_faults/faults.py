@@ -510,7 +510,7 @@ FAULTS = [
     Fault(
         "segments that are too damaged for an archive are not counted",
         "pipeline/history/compact.py",
-        "            self._damaged += len(facts) - len(sound)\n",
+        "                self._damaged += len(recorded) - len(facts)\n",
         "",
         "tests/pipeline/test_compaction.py::test_damaged_segments_stay_and_are_counted",
     ),
