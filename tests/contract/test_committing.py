@@ -23,6 +23,7 @@ from trinity_buffer.errors import (
     LeaseHeldError,
     StoreError,
 )
+from trinity_buffer.pipeline.history.replay import replayed_steps
 
 GROUPS = 4
 OPTIONS: dict[str, Any] = {"strategy": "grpo", "groups_per_step": 1}
@@ -396,3 +397,15 @@ async def test_a_checkpoint_that_is_written_over_the_last_one_is_warned_of(
     (said,) = caplog.messages
     assert "the checkpoint of step 2 was written over that of step 1" in said
     assert "give each step a path of its own" in said
+
+
+async def test_a_metric_that_is_no_number_is_named(sqlite_url: str) -> None:
+    async with annotated(sqlite_url) as experiment:
+        async with experiment.train_stream(**OPTIONS) as stream:
+            step = await anext(stream)
+            with pytest.raises(InvalidArgumentError, match=r"metrics=\{'a': 'x'\}: each must be"):
+                await stream.commit(step, metrics={"a": "x"})  # type: ignore[dict-item]
+        with pytest.raises(
+            InvalidArgumentError, match="'trainer' has committed no step yet, and a"
+        ):
+            await anext(replayed_steps(experiment))

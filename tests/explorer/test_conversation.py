@@ -169,3 +169,9 @@ def test_what_is_not_aligned_is_refused() -> None:
     with pytest.raises(InvalidArgumentError, match=r"\['c1'\] are not answered"):
         talk.said(turn([1, 2, 3], [4]))
     assert len(talk.turns) == 1
+
+
+@pytest.mark.parametrize("messages", ["hi", [{"role": "user", "content": "hi"}, "there"]])
+def test_what_is_no_message_is_refused(messages: Any) -> None:
+    with pytest.raises(InvalidArgumentError, match="begins with a list of messages, such as"):
+        tb.Conversation(messages)

@@ -369,3 +369,30 @@ async def test_a_rollout_that_returns_something_else_is_told_what_to_return(
     words = told if is_async else f"{told.partition(' that')[0]} without being awaited: write it as"
     assert str(caught.value).startswith(f"rollout epoch0-0/0/0 returned {words}")
     assert "a list of Experience" in str(caught.value)
+
+
+@pytest.mark.parametrize(("version", "is_warned"), [(2, False), (9, True)])
+async def test_a_version_that_was_never_published_is_warned_of_once(
+    sqlite_url: str, caplog: pytest.LogCaptureFixture, version: int, is_warned: bool
+) -> None:
+    async def rollout(task: str, model: object) -> list[tb.Experience]:
+        made = experience()
+        made.info = {"model_version": version}
+        return [made]
+
+    async with tb.open_store(sqlite_url) as store:
+        experiment = await store.experiment("run", config={})
+        await experiment.publish_policy(2, "somewhere")
+        options: dict[str, Any] = {"actor": "e0", "tasks": TASKS, "rollout": rollout, "model": None}
+        await tb.explore(experiment, **options, **SMALL)
+    said = [line for line in caplog.messages if "model_version=9" in line]
+    assert len(said) == is_warned
+    assert all("the newest policy that is published is 2" in line for line in said)
+
+
+async def test_a_misspelt_option_is_named(sqlite_url: str) -> None:
+    async with tb.open_store(sqlite_url) as store:
+        experiment = await store.experiment("run", config={})
+        options: dict[str, Any] = {"actor": "e0", "tasks": TASKS, "rollout": answer, "model": None}
+        with pytest.raises(InvalidArgumentError, match="'epoch'; did you mean 'epochs'"):
+            await tb.explore(experiment, **options, epoch=2)

@@ -488,3 +488,20 @@ def test_rows_that_a_sealed_import_gains_are_told(tmp_path: Path) -> None:
     assert grown.exit_code == 1
     assert "2 of them are of batches that an earlier import sealed" in grown.stderr
     assert "an --experiment of its own" in grown.stderr
+
+
+@pytest.mark.parametrize(("name", "rows"), [("sft", DEMONSTRATIONS), ("preferences", PAIRS)])
+def test_columns_that_are_not_imported_are_named(
+    sqlite_url: str,
+    tmp_path: Path,
+    tokenizer: Path,
+    caplog: pytest.LogCaptureFixture,
+    name: str,
+    rows: Mapping[str, Any],
+) -> None:
+    row = rows["texts"] | {"tools": None, "images": None, "source": None}
+    path = rows_of(tmp_path / "rows.jsonl", [row, row | {"weight": 0.5, "source": "web"}])
+    assert imported(sqlite_url, name, path, tokenizer).written == 2
+    (said,) = caplog.messages
+    columns = ", ".join(FORMATS[name].columns)
+    assert said == f"{path}: the columns source, weight are not imported: {name} reads {columns}"

@@ -118,3 +118,19 @@ async def test_a_trainer_of_a_finished_experiment_ends_when_its_strategy_is_kill
                 while "has 4 experiences to decide" not in caplog.text:
                     await anyio.sleep(0.001)
     assert f"trainer 'trainer' ended without a step: {NOBODY}" in caplog.text
+
+
+@pytest.mark.parametrize(("every", "left"), [(3, "step 4"), (4, ""), (9, "steps 1 to 4")])
+async def test_a_loop_that_never_commits_its_last_steps_is_told(
+    sqlite_url: str, caplog: pytest.LogCaptureFixture, every: int, left: str
+) -> None:
+    async with opened(sqlite_url, rollouts_per_group=2) as experiment:
+        await experiment.writer("e0").write([e for t in range(4) for e in group(task=t, runs=2)])
+        await run_strategy(experiment, "grpo")
+        async with experiment.train_stream(strategy="grpo") as stream:
+            async for step in stream:
+                if step.step % every == 0:
+                    await stream.commit(step)
+    said = [line for line in caplog.messages if "without a commit" in line]
+    assert len(said) == bool(left)
+    assert all(f"trainer 'trainer' ended without a commit of {left}: the next" in s for s in said)

@@ -404,3 +404,54 @@ async def test_a_class_by_its_path_takes_its_place_in_a_list_of_strategies(store
             strategies, name = ["reward_variance", path], f"set-{number}"
             report = await run_strategy(experiment, strategies, args, name=name)
             assert (report.annotated, report.rejected) == (4, 0)
+
+
+class Shaping(AddStrategy):
+    """Leaves the second half of each answer out, and shapes its reward."""
+
+    in_place: ClassVar[bool] = True
+
+    @override
+    async def add(self, experiences: list[Experience], step: int) -> Any:
+        """Write all."""
+        for one in experiences:
+            assert one.action_mask is not None
+            if not self.in_place:
+                one.action_mask = one.action_mask.clone()
+            one.action_mask[2:] = False
+            one.reward = 7.0
+            one.advantages = one.returns = one.action_mask * 1.0
+        await self.writer.write(experiences)
+        return len(experiences), {}
+
+
+@pytest.mark.parametrize("in_place", [True, False])
+async def test_a_changed_mask_is_warned_of_and_its_advantages_are_stored(
+    sqlite_url: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    in_place: bool,
+) -> None:
+    monkeypatch.setattr(Shaping, "in_place", in_place)
+    async with opened(sqlite_url, rollouts_per_group=2) as experiment:
+        await experiment.writer("e0").write(group(task=0, runs=2) + group(task=1, runs=2))
+        await run_strategy(experiment, Shaping)
+        async with experiment.train_stream(strategy="Shaping", consumer="t") as stream:
+            step = await anext(stream)
+    (microbatch,) = step.microbatches
+    # Three tokens of the prompt, two that were kept, three that were not.
+    assert microbatch["advantages"].tolist() == [[0.0] * 3 + [1.0] * 2 + [0.0] * 3] * 2
+    said = [line for line in caplog.messages if "which is not stored" in line]
+    assert len(said) == 1
+    assert "strategy 'Shaping' changed action_mask and reward of what it keeps" in said[0]
+
+
+@pytest.mark.parametrize("strategies", [["grpo"], ["overlong_penalty", "grpo"]])
+async def test_what_a_list_hands_on_is_not_warned_of(
+    sqlite_url: str, caplog: pytest.LogCaptureFixture, strategies: list[str]
+) -> None:
+    args = {"overlong_penalty": {"max_length": 4, "cache_length": 2}} if len(strategies) > 1 else {}
+    async with opened(sqlite_url, rollouts_per_group=2) as experiment:
+        await experiment.writer("e0").write(group(task=0, runs=2))
+        assert (await run_strategy(experiment, strategies, args)).annotated == 2
+    assert "which is not stored" not in caplog.text

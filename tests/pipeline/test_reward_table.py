@@ -33,7 +33,7 @@ from trinity_buffer.algorithm.add_strategy import (
 from trinity_buffer.codec.objects import encode_body
 from trinity_buffer.events import ExperiencesAnnotated, ExperiencesRecorded
 from trinity_buffer.experience import EID, Experience, order_of
-from trinity_buffer.pipeline.annotate.deciding import Decision, table_of
+from trinity_buffer.pipeline.annotate.deciding import Decision, fields_of, table_of
 from trinity_buffer.pipeline.annotate.grouping import Group
 from trinity_buffer.store import segments
 from trinity_buffer.store.fold import rows_recorded_by
@@ -122,7 +122,7 @@ def by_experiences(
 ) -> Decision:
     staged, decision = StagedWriter(), covering(groups)
     strategy, by_address = make(staged), {e.address: e for e in experiences}
-    masks = {e.address or 0: e.action_mask for e in experiences}
+    shown = {e.address or 0: fields_of(e) for e in experiences}
     known = {
         row.address: row
         for position, event in events.items()
@@ -136,7 +136,7 @@ def by_experiences(
             decision.metrics.append({name: float(value) for name, value in found.items()})
 
     asyncio.run(add_all())
-    decision.take(staged, masks, known)
+    decision.take(staged, shown, known)
     return decision
 
 

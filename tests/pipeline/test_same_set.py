@@ -119,3 +119,18 @@ async def test_both_spellings_of_a_path_are_the_same_strategy(sqlite_url: str) -
     async with opened(sqlite_url, rollouts_per_group=4) as experiment:
         for path in (f"{module}.GRPOAddStrategy", f"{module}:GRPOAddStrategy"):
             await run_strategy(experiment, path, name="set")
+
+
+async def test_an_own_default_that_changed_is_another_configuration(sqlite_url: str) -> None:
+    def having(default: float) -> type[Watcher]:
+        class Own(Watcher):
+            def __init__(self, writer: Any, scale: float = default, **more: Any) -> None:
+                super().__init__(writer, **more)
+
+        return Own
+
+    async with opened(sqlite_url, rollouts_per_group=4) as experiment:
+        for strategy in (having(1.0), having(1.0)):
+            await run_strategy(experiment, strategy)
+        with pytest.raises(ConflictingStrategyError, match=r"with scale=1\.0, this is scale=2\.0"):
+            await run_strategy(experiment, having(2.0))

@@ -8,11 +8,13 @@ from typing import Any
 import anyio
 import pytest
 import torch
+from torch import Tensor
 from torch.optim import SGD, AdamW
+from typing_extensions import override
 
 import trinity_buffer as tb
 from tests.trainer.data import policy, prepared, recorded, rollouts
-from trinity_buffer.algorithm import build
+from trinity_buffer.algorithm import PolicyLossFn, build
 from trinity_buffer.demo.policy import TransformerPolicy
 from trinity_buffer.errors import InvalidArgumentError
 from trinity_buffer.trainer.requirements import strategy_of
@@ -172,3 +174,42 @@ def test_an_algorithm_that_reads_recorded_rewards_is_refused_on_a_set_of_others(
             return
         with pytest.raises(InvalidArgumentError, match=r"the recorded rewards, .* scoring 'other'"):
             tb.Trainer(stream, policy(), algorithm, settings)
+
+
+class Detached(PolicyLossFn):
+    """Looks at what it was given, and returns what no training lowers."""
+
+    @override
+    def __call__(self, logprob: Tensor, action_mask: Tensor, *, layout: Any = None) -> Any:
+        """Return a number."""
+        return self.of((logprob * action_mask).sum()), {}
+
+    def of(self, loss: Tensor) -> Tensor:
+        """Return a copy without history."""
+        return loss.detach()
+
+
+class OnItsOwn(Detached):
+    """Has a gradient, of something else than the policy."""
+
+    @override
+    def of(self, loss: Tensor) -> Tensor:
+        """Return a leaf."""
+        return torch.tensor(loss.item(), requires_grad=True)
+
+
+@pytest.mark.parametrize("loss", [Detached, OnItsOwn])
+@pytest.mark.parametrize("kl", ["none", "k2"])
+def test_a_loss_that_does_not_depend_on_the_policy_is_refused(
+    loss: type[Detached], kl: str, sqlite_url: str, tmp_path: Path
+) -> None:
+    algorithm = build("grpo", policy_loss_fn=loss, kl_loss_fn=kl)
+    anyio.run(prepared, sqlite_url, algorithm)
+    settings = tb.TrainerSettings(checkpoints=tmp_path)
+    with tb.open_train_stream(sqlite_url, experiment="run", strategy="grpo") as stream:
+        trainer = tb.Trainer(stream, policy(), algorithm, settings)
+        said = f"the loss of {loss.__name__} does not depend on logprob.* without detach"
+        with pytest.raises(InvalidArgumentError, match=said):
+            trainer.run()
+    with tb.open_train_stream(sqlite_url, experiment="run", strategy="grpo") as stream:
+        assert stream.resume is None, "nothing was committed"

@@ -218,7 +218,8 @@ def one_of(name: str, value: Any, accepted: Iterable[Any]) -> None:
         InvalidArgumentError: names the argument, its value and what is accepted.
     """
     choices = list(accepted)
-    if value not in choices:
+    # True is in (0, 1), and no number.
+    if value not in choices or isinstance(value, bool) not in map(_KINDS["bool"], choices):
         listed = ", ".join(repr(choice) for choice in choices)
         raise InvalidArgumentError(f"{name} must be one of {listed}, not {value!r}")
 

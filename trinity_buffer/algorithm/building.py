@@ -226,10 +226,17 @@ class Algorithm:
         require_recorded(batch, reader, reader.select_keys)
         tensors = {key: needed(corrected, key, reader) for key in reader.select_keys}
         own = logprob
-        if weigh is not None and logprob.requires_grad:
+        if logprob.requires_grad:
             own = logprob.view_as(logprob)  # a node of its own: its gradient is this term's alone
-            own.register_hook(weigh)
+            if weigh is not None:
+                own.register_hook(weigh)
         loss, of_policy = self.policy_loss(logprob=own, layout=layout, **tensors)
+        if logprob.requires_grad and logprob.numel() and not _is_reached(own, loss):
+            raise InvalidArgumentError(
+                f"the loss of {type(reader).__name__} does not depend on logprob, so that no "
+                "training would lower it: compute it from logprob itself, without detach(), "
+                "item(), numpy() or torch.no_grad()"
+            )
         metrics.update(of_policy)
         if self.choices["entropy_loss_fn"].name != "none" and entropy is not None:
             mask = needed(batch, "action_mask", self.entropy_loss)
@@ -260,6 +267,19 @@ class Algorithm:
             metrics.update(parts)
         named = {f"actor/{name}": value for name, value in metrics.items()}
         return loss, {"final_loss": loss.detach(), **named}
+
+
+def _is_reached(tensor: Tensor, loss: Tensor) -> bool:
+    """Return whether the gradient of ``loss`` reaches ``tensor``, which some operation made."""
+    left, seen = [getattr(loss, "grad_fn", None)], set[Any]()
+    while left:
+        node = left.pop()
+        if node is tensor.grad_fn:
+            return True
+        if node is not None and node not in seen:
+            seen.add(node)
+            left += [before for before, _ in node.next_functions]
+    return False
 
 
 def build(algorithm: str | type[AlgorithmType], **user: Any) -> Algorithm:

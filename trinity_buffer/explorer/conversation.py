@@ -157,6 +157,11 @@ class Conversation:
         self.tools = [dict(tool) for tool in tools]
         self.turns: list[Completion] = []
         self._open_calls: list[str] = []
+        if not all(isinstance(message, Mapping) for message in messages):
+            raise InvalidArgumentError(
+                f"messages={messages!r:.100}: a conversation begins with a list of messages, such "
+                "as [{'role': 'user', 'content': '2 + 2?'}]"
+            )
         for message in messages:
             self.heard(message)
 

@@ -42,10 +42,11 @@ from msgspec import Meta
 from typing_extensions import override
 
 from trinity_buffer import errors
+from trinity_buffer.algorithm.arguments import refuse_unknown
 from trinity_buffer.events import PolicyPublished, kinds_of
 from trinity_buffer.experience import Experience
 from trinity_buffer.identity import EID, Key
-from trinity_buffer.options import AtLeast0, Count, option_types
+from trinity_buffer.options import AtLeast0, Count, option_types, renamed
 from trinity_buffer.pipeline.config import BatchOptions, RolloutOptions
 from trinity_buffer.pipeline.coordination.diagnosis import counted
 from trinity_buffer.pipeline.coordination.waiting import (
@@ -278,6 +279,8 @@ async def explore(
         InferenceServerError: a server gave a rollout no answer, at each attempt.
         TrainingError: a rollout was cancelled from within.
     """
+    options = renamed(options)
+    refuse_unknown("explore", options, option_types(ExploreOptions))
     settings = ExploreOptions.of(experiment.config, **options)
     await _TaskListExplorer(experiment, model, actor, settings, tasks, rollout).run()
 
@@ -433,6 +436,9 @@ class _TaskListExplorer(_Explorer):
         named = self.tasks if isinstance(self.tasks, Mapping) else enumerate(self.tasks)
         self._tasks: dict[Key, Any] = dict(named)
         self._slots = anyio.Semaphore(self.options.concurrency)
+        self._known_version: float = (
+            0  # the newest that the store was seen to hold; infinite: warned
+        )
 
     @override
     async def _explore(self) -> None:
@@ -571,7 +577,27 @@ class _TaskListExplorer(_Explorer):
             experience.eid = EID(run.batch, run.task, run.run, step)
             if version is not None:
                 experience.info = {"model_version": version} | experience.info
+        await self._doubt_versions(run, [e.info.get("model_version") for e in made])
         return made
+
+    async def _doubt_versions(self, run: EID, versions: Sequence[Any]) -> None:
+        """Warn once of a version that was never published: its rows would look fresh for long."""
+        said = max((version for version in versions if type(version) is int), default=0)
+        if said <= max(self._known_version, self._weights.version or 0):
+            return
+        newest = await self.experiment.newest_policy()
+        if newest is None and self._weights.version is None:
+            return  # of a trainer that publishes nothing
+        known: float = 0 if newest is None else newest.version
+        if said > known and self._known_version < math.inf:
+            _logger.warning(
+                "rollout %s says model_version=%d, and the newest policy that is published is %d: "
+                "its staleness is counted from %d; leave model_version out, or give that of the "
+                "weights which made it",
+                *(run.rid, said, known, said),
+            )
+            known = math.inf
+        self._known_version = max(self._known_version, known)
 
 
 def _listed(run: EID, returned: Any) -> list[Experience]:

@@ -261,6 +261,7 @@ def test_a_misspelt_argument_can_be_swallowed_as_the_reference_does() -> None:
         ("duplicate_informative", {"copy_ids": "same"}, "copy_ids"),
         ("rec", {"drop": "half"}, "drop"),
         ("gigpo", {"fnorm": "mean"}, r"^fnorm must be one of 'none', 'std', not 'mean'$"),
+        ("grpo", {"ddof": True}, r"^ddof must be one of 0, 1, not True$"),
         (
             *("gigpo", {"missing_reward": "skip"}),
             r"^missing_reward must be one of 'refuse', 'zero', not 'skip'$",

@@ -62,7 +62,7 @@ class AddStrategy(WholeUnits, arguments.Configured, ABC):
     # In a run ``over`` is ``"runs"``, unless it is said otherwise.
     runtime_args: ClassVar[tuple[str, ...]] = ("writer", "on_unknown", "rng", "over")
 
-    writer: BufferWriter
+    writer: BufferWriter = field(repr=False)
     on_unknown: Literal["error", "ignore"] = field(default="error", kw_only=True)
 
     @abstractmethod

@@ -18,6 +18,7 @@
 from __future__ import annotations
 
 import io
+import logging
 import pickle  # noqa: TID251 - by an Unpickler that finds no class
 import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -39,6 +40,8 @@ from trinity_buffer.integrations.imports.rows import Row, Rows, Texts, name_of, 
 from trinity_buffer.pipeline.store import Store
 from trinity_buffer.store.sqlite import dbapi2
 from trinity_buffer.writer import BufferWriter, WriteReceipt
+
+_logger = logging.getLogger(__name__)
 
 _UNREADABLE = (pickle.UnpicklingError, EOFError, AttributeError, LookupError, ValueError, TypeError)
 """What an Unpickler raises of bytes that are no pickle, or one that is cut off."""
@@ -408,6 +411,9 @@ def _rollout(
 
 PER_WRITE = 256
 
+BESIDE = ("tools", "chat_template_kwargs")
+"""Columns of data sets that the chat template is given."""
+
 
 @dataclass(frozen=True, slots=True)
 class Format:
@@ -417,11 +423,13 @@ class Format:
         read: yields the experiences of a file or folder, in the order in which they stand there.
         schema: of the experiment that they go into.
         holds: what it is, in a few words.
+        columns: what is read of a row, where a row may have others.
     """
 
     read: Callable[[Path, Texts, Rows], Iterator[Experience]]
     schema: str
     holds: str
+    columns: tuple[str, ...] = ()
 
 
 FORMATS = {
@@ -436,8 +444,14 @@ FORMATS = {
         read_preferences,
         "dpo",
         "pairs as TRL takes them: JSONL, JSON, Parquet, or a saved data set",
+        ("prompt", "chosen", "rejected", *BESIDE),
     ),
-    "sft": Format(read_sft, "sft", "demonstrations as TRL takes them, in the same kinds of file"),
+    "sft": Format(
+        read_sft,
+        "sft",
+        "demonstrations as TRL takes them, in the same kinds of file",
+        ("messages", "prompt", "completion", *BESIDE),
+    ),
 }
 
 
@@ -514,7 +528,7 @@ async def import_file(
     chosen = FORMATS[name]
     config = {"schema": chosen.schema, **({"tokenizer": str(tokenizer)} if tokenizer else {})}
     opened = await store.experiment(experiment, config=config)
-    rows = Rows(chosen.schema, skip_bad=skip_bad_lines)
+    rows = Rows(chosen.schema, skip_bad=skip_bad_lines, columns=chosen.columns)
     made = chosen.read(path, Texts(tokenizer), rows)
     placed = ((experience, rows.where) for experience in made)
     writer, done = opened.writer(actor=f"import-{name}"), Imported(left_out=rows.left_out)
@@ -538,6 +552,14 @@ async def import_file(
     for batch in batches:
         await writer.seal(batch, await writer.stored(batch))
     done.batches = len(batches)
+    if rows.unread:
+        _logger.warning(
+            "%s: the columns %s are not imported: %s reads %s",
+            path,
+            ", ".join(sorted(rows.unread)),
+            name,
+            ", ".join(chosen.columns),
+        )
     return done
 
 

@@ -51,17 +51,21 @@ class Rows:
     Args:
         schema: what is made of them must have.
         skip_bad: leave out a row that cannot be imported. A last line that is torn always is.
+        columns: what is read of a row; empty: what it holds is for the format to choose.
 
     Attributes:
         where: file and line of the row that was read last.
         left_out: where rows were left out, and why.
+        unread: names of columns that rows have beside ``columns``.
     """
 
-    def __init__(self, schema: str, *, skip_bad: bool = False) -> None:
+    def __init__(self, schema: str, *, skip_bad: bool = False, columns: Sequence[str] = ()) -> None:
         self._schema = schema
         self._skip_bad = skip_bad
         self.where = ""
         self.left_out: list[str] = []
+        self._columns = columns
+        self.unread = set[str]()
 
     def of(self, path: Path) -> Iterator[Row]:
         """Yield what stands in ``path``, a file or a folder of files.
@@ -104,6 +108,9 @@ class Rows:
                 reason = f"{row.where}: this row cannot be imported ({why}): {fields:.500}"
                 self._leave_out(reason, cause=error)
             else:
+                if self._columns:
+                    self.unread |= {n for n, value in row.held.items() if value is not None}
+                    self.unread.difference_update(self._columns, MEDIA)
                 yield from made
 
     def _leave_out(

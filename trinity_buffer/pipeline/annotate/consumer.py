@@ -19,7 +19,6 @@ from itertools import chain
 from typing import Any, ClassVar, get_args
 
 import anyio.to_thread
-from torch import Tensor
 from typing_extensions import override
 
 from trinity_buffer import errors
@@ -199,6 +198,7 @@ class StrategyConsumer:
         self._annotated = 0
         self._reasons = Counter[str]()
         self._warned = False  # of experiences without advantages
+        self._changed = set[str]()  # fields of which was warned that they are not stored
 
     def _configure(self, recorded: Mapping[str, Any] | None) -> None:
         """Make the strategy, with ``over`` filled in.
@@ -226,7 +226,9 @@ class StrategyConsumer:
         self._scorer = self.strategy.from_rewards() if self._unit == "group" else None
         self.config = {
             "strategy": [name for name, _ in self._classes],
-            "args": as_json(f"arguments of strategy {self.name!r}", args),
+            "args": as_json(
+                f"arguments of strategy {self.name!r}", deciding.effective(args, self._classes)
+            ),
             "grouping": asdict(self.rules),
         }
         if self._rewards is not None:
@@ -482,7 +484,7 @@ class StrategyConsumer:
         decision, shown = self._begin(units)
         wanted = [a for unit in shown for group in unit for a in group.members]
         rows = await database.read(self._rows, wanted)
-        masks: dict[int, Tensor | None] = {}
+        seen: dict[int, dict[str, Any]] = {}
         # Light rows are small, so one load can cover a whole commit.
         light = self._families == ("light",)
         most = sizes.experiences_per_commit if light else sizes.experiences_per_load
@@ -497,7 +499,7 @@ class StrategyConsumer:
                 if not members:
                     continue
                 # Before the call: the strategy may change its list and the fields of experiences.
-                masks.update((e.address or 0, e.__dict__.get("action_mask")) for e in members)
+                seen.update((e.address or 0, deciding.fields_of(e)) for e in members)
                 # In the event loop, since `add` is a coroutine of the user's: where it blocks that
                 # for long, it can lose the lease, as `StrategyLease.doubt` explains.
                 with deciding.blame_strategy(self.name, partial(str, members[0].eid.uid)):
@@ -505,7 +507,7 @@ class StrategyConsumer:
                         deciding.metrics_of(await self.strategy.add(members, self._calls))
                     )
                 self._calls += 1
-        await anyio.to_thread.run_sync(decision.take, self._staged, masks, rows)
+        await anyio.to_thread.run_sync(decision.take, self._staged, seen, rows)
         await database.session(lambda s: self._commit(s, decision, units))
 
     async def _load(
@@ -572,6 +574,19 @@ class StrategyConsumer:
                 "chooses",
                 self.name,
                 counted(decision.without_advantages, "experience"),
+            )
+        changed = decision.changed - self._changed
+        # A list hands rewards on from stage to stage; over runs, rows take that of their run.
+        if len(self._classes) > 1 or self.strategy.over == "runs":
+            changed.discard("reward")
+        if changed:
+            self._changed |= changed
+            _logger.warning(
+                "strategy %r changed %s of what it keeps, which is not stored: trainers read what "
+                "was recorded. Give rewards by `tb.assign_rewards` and run_strategy(rewards=), and "
+                "a token that is not to be trained an advantage of 0",
+                self.name,
+                " and ".join(sorted(changed)),
             )
         members = [group.members for unit in units for group in unit if group.members]
         reasons = set(decision.reasons.values())

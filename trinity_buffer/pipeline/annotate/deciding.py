@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from itertools import chain
 from typing import Any
@@ -109,6 +109,7 @@ class Decision:
         experiences, groups: address and group number of each annotated row.
         without_advantages: how many of these have none.
         tids: of the groups that have annotated rows.
+        changed: fields that the strategy changed and that are not stored.
         blob: what was computed for them.
     """
 
@@ -122,6 +123,7 @@ class Decision:
     groups: list[int] = field(default_factory=list)
     without_advantages: int = 0
     tids: list[str] = field(default_factory=list)
+    changed: set[str] = field(default_factory=set)
     blob: bytes = b""
 
     def reject(self, addresses: Iterable[int], reason: str) -> None:
@@ -189,7 +191,7 @@ class Decision:
     def take(
         self,
         staged: StagedWriter,
-        masks: Mapping[int, Tensor | None],
+        shown: Mapping[int, Mapping[str, Any]],
         rows: Mapping[int, ExperienceRow],
     ) -> None:
         """Empty ``staged``, and decide what the strategy wrote to it. Encodes.
@@ -199,7 +201,7 @@ class Decision:
 
         Args:
             staged: the writer of the strategy.
-            masks: address of each experience that it saw -> its action mask.
+            shown: address of each experience that it saw -> what `fields_of` said before.
             rows: the rows at these addresses.
 
         Raises:
@@ -209,7 +211,7 @@ class Decision:
         written = [*chain.from_iterable(staged.groups)]
         rejected, staged.rejections, staged.groups = staged.rejections, [], []
         for experience in [*written, *(experience for experience, _ in rejected)]:
-            if experience.address not in masks:
+            if experience.address not in shown:
                 raise InvalidArgumentError(
                     f"strategy {self.strategy!r} wrote {experience.eid.uid}, which it was not "
                     "given; a strategy may keep, copy or leave out experiences, not make them, and "
@@ -223,14 +225,16 @@ class Decision:
                 f"strategy {self.strategy!r} both wrote and rejected {len(contradictory)} "
                 "experiences of one unit"
             )
-        self.reject(masks.keys() - addresses - self.reasons.keys(), "filtered")
+        self.reject(shown.keys() - addresses - self.reasons.keys(), "filtered")
         self.require_fitting(written, rows)
         self.reasons |= _broken(written)
         groups: dict[str, list[Experience]] = {}
         for experience in written:
             if experience.address not in self.reasons:
+                before = shown[experience.address or 0]
+                self.changed |= _changed(before, experience)
                 # Advantages are decoded beside the stored mask, so they are encoded by it as well.
-                experience.action_mask = masks[experience.address or 0]
+                experience.action_mask = before["action_mask"]
                 groups.setdefault(experience.eid.tid, []).append(experience)  # a copy's is another
         annotated = [experience for group in groups.values() for experience in group]
         self.experiences = [experience.address or 0 for experience in annotated]
@@ -330,6 +334,27 @@ class Decision:
         return events, segment_rows
 
 
+def fields_of(experience: Experience) -> dict[str, Any]:
+    """Return what a strategy can change without effect, with a mask that it cannot reach."""
+    read = experience.__dict__.get
+    fields = {name: read(name) for name in ("reward", "action_mask", "logprobs", "tokens")}
+    mask = fields["action_mask"]
+    return fields | {"action_mask": None if mask is None else mask.clone()}
+
+
+def _changed(before: Mapping[str, Any], experience: Experience) -> set[str]:
+    """Return which of `fields_of` are no longer what they were."""
+    changed = set[str]()
+    for name, value in before.items():
+        after = experience.__dict__.get(name)
+        same: Any = after is value
+        if isinstance(after, Tensor) and isinstance(value, Tensor) and not same:
+            same = after.shape == value.shape and (after.cpu() == value).all()
+        if not (same or (name == "reward" and after == value)):
+            changed.add(name)
+    return changed
+
+
 def _broken(written: Sequence[Experience]) -> dict[int, str]:
     """Return address -> reason, of experiences whose values are not finite in float32.
 
@@ -414,7 +439,11 @@ def classes_of(strategies: StrategyLike) -> Classes:
             raise UnknownNameError(f"{strategy!r} is not an AddStrategy{hint}; known are {known}")
         name = strategy if isinstance(strategy, str) else ADD_STRATEGY.name_of(kind)
         if issubclass(kind, PipelineAdvantage):
-            kind = type(kind.__name__, (AdvantageAddStrategy,), {"advantage_fn": kind})
+            kind = type(
+                kind.__name__,
+                (AdvantageAddStrategy,),
+                {"advantage_fn": kind, "__module__": kind.__module__},
+            )
         classes.append((name, kind))
     return classes
 
@@ -483,14 +512,27 @@ def _flat(classes: Classes, config: Mapping[str, Any]) -> dict[str, Any]:
     flat |= asdict(GroupingRules()) | renamed(config.get("grouping", {}), warn=False)
     for name, cls in classes:
         prefix = f"{name}." if len(classes) > 1 else ""
-        defaults = cls.default_args()
+        args = _defaults(cls)
         if cls.takes_over():  # what sets from before ``over`` do
-            defaults["over"] = "rows"
-        for key, value in defaults.items():
-            try:
-                flat[f"{prefix}{key}"] = as_json(key, value)
-            except InvalidArgumentError:  # no JSON value equals it
-                continue
-        args = _by_name(config["args"], classes).get(name, {})
+            args["over"] = "rows"
+        args |= _by_name(config["args"], classes).get(name, {})
         flat |= {f"{prefix}{key}": value for key, value in args.items()}
     return flat
+
+
+def _defaults(cls: type[AddStrategy]) -> dict[str, Any]:
+    """Return those default arguments of a class that JSON can say."""
+    defaults = {}
+    for key, value in cls.default_args().items():
+        with suppress(InvalidArgumentError):  # no JSON value equals it
+            defaults[key] = as_json(key, value)
+    return defaults
+
+
+def effective(args: Mapping[str, Any], classes: Classes) -> dict[str, Any]:
+    """Return arguments of a set with the defaults of the user's classes, which may change."""
+    filled = dict(_by_name(args, classes))
+    for name, cls in classes:
+        if not cls.__module__.startswith("trinity_buffer."):
+            filled[name] = _defaults(cls) | filled.get(name, {})
+    return dict(filled[classes[0][0]]) if len(classes) == 1 else filled

@@ -61,6 +61,11 @@ async def replayed_steps(
     row = await database.read(writer_queries.consumer_row, key, consumer)
     if row is None or row.kind != "trainer":
         raise InvalidArgumentError(f"experiment {experiment.name!r} has no trainer {consumer!r}")
+    if last is None and not row.committed_step:
+        raise InvalidArgumentError(
+            f"trainer {consumer!r} has committed no step yet, and a replay goes up to the last "
+            "commit: commit steps first, or name the last step with last="
+        )
     last = row.committed_step if last is None else last
     if not 1 <= first <= last <= row.leased_step:
         raise InvalidArgumentError(

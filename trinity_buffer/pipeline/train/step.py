@@ -229,6 +229,7 @@ class StepQueue:
 
     Attributes:
         num_put: number of steps put.
+        is_through: the reader was told of the end.
     """
 
     def __init__(self, ahead: int) -> None:
@@ -236,6 +237,7 @@ class StepQueue:
         self._ahead = ahead
         self._steps: SimpleQueue[TrainStep | None] = SimpleQueue()
         self.num_put = 0
+        self.is_through = False
         self._num_asked = self._num_received = self._num_waiting = 0
         self._idle_since = 0.0
         self._news = asyncio.Event()
@@ -296,6 +298,7 @@ class StepQueue:
         self._steps.put(None)  # the end must be readable again
         if self._failure is not None:
             raise self._failure from None
+        self.is_through = True
         return None
 
     async def receive(self) -> TrainStep | None:
@@ -554,7 +557,12 @@ NON_FINITE = "non_finite"
 
 def finite(metrics: Mapping[str, float]) -> dict[str, float]:
     """Return the finite metrics: events hold no NaN or infinity."""
-    return {name: value for name, value in metrics.items() if math.isfinite(value)}
+    try:
+        return {name: value for name, value in metrics.items() if math.isfinite(value)}
+    except TypeError:
+        raise InvalidArgumentError(
+            f"metrics={metrics!r:.200}: each must be a number, such as float(loss)"
+        ) from None
 
 
 CUBLAS_WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"

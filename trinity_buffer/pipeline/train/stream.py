@@ -264,6 +264,17 @@ class TrainStream(CommitDoor[Coroutine[Any, Any, None]]):
     ) -> None:
         """Record that the ``delivered`` steps, the last one ``step``, were trained."""
 
+    def warn_of_uncommitted(self) -> None:
+        """Warn of steps without a commit, of a trainer that has read the stream to its end."""
+        if self._delivered and self.queue.is_through:
+            first, last = min(self._delivered), max(self._delivered)
+            _logger.warning(
+                "trainer %r ended without a commit of step%s: the next process is given the same "
+                "again; commit the last step of a loop too",
+                self.options.consumer,
+                f" {last}" if first == last else f"s {first} to {last}",
+            )
+
     async def leads(self) -> bool:
         """Return whether this is rank 0 and still holds the lease, by the current store."""
         return self.lease is not None and await self.lease.is_held()
@@ -660,6 +671,7 @@ async def open_async_train_stream(
         await stream.prepare()
         await stack.enter_async_context(task_group(stream.run))
         yield stream
+        stream.warn_of_uncommitted()
 
 
 async def _expert_of(
