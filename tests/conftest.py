@@ -33,6 +33,7 @@ STORE, EMPTY_STORE = "store", "empty_store"
 LONGEST = (
     *("test_lower_bounds.py", "test_faults.py", "test_drafts.py", "test_growth.py"),
     *("test_peers.py", "test_blocks.py", "test_long_rows.py", "test_mutants.py"),
+    *("test_torchrun.py", "test_extras.py"),
 )
 """Files with tests that take a minute: whoever meets one at the end is waited for."""
 MADE_ONCE = "apart"
