@@ -580,7 +580,7 @@ FAULTS = [
     Fault(
         "verify takes any rows for those that a step lost",
         "pipeline/verify/log_audit.py",
-        "is_other = not each_once or not np.array_equal(addresses.unpacked(leased.rows), all_rows)",
+        "is_other = not each_once or not np.array_equal(unpacked(leased.rows), all_rows)",
         "is_other = not each_once",
         "tests/trainer/test_damaged_steps.py::test_rows_that_leave_a_step_are_told_and_rejected",
     ),

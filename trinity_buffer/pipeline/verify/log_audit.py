@@ -28,7 +28,16 @@ from trinity_buffer.pipeline.manifest import (
     repartitioned,
     rows_by_rank,
 )
-from trinity_buffer.pipeline.verify import addresses
+from trinity_buffer.pipeline.verify.addresses import (
+    Batches,
+    Integers,
+    Names,
+    lacking,
+    packed,
+    repeated,
+    together,
+    unpacked,
+)
 from trinity_buffer.store import counters
 from trinity_buffer.store.counts import PlanCounts, StrategyCounts, TrainerCounts
 from trinity_buffer.store.log import EventChain, StoredEvent
@@ -121,7 +130,7 @@ class TrainerAudit:
         self.commits: list[Commit] = []
         self._sources = defaultdict[str, int](count(1).__next__, {"": 0})
         self._rejected: list[tuple[int, bytes]] = []
-        self._dropped: list[tuple[int, addresses.Integers]] = []
+        self._dropped: list[tuple[int, Integers]] = []
         self._links: dict[int, bytes] = {0: FIRST_LINK}
         self._before: dict[bytes, tuple[bytes, bytes]] = {}  # link -> (the one before, digest)
         self._ranks: dict[int, int] = {}  # fencing token -> ranks that assembled under it
@@ -137,15 +146,15 @@ class TrainerAudit:
             yield self._wrong("manifests", position, what)
         rows, by_rank = self._rows_of(fact), rows_by_rank(fact)
         self.steps[fact.step] = LeasedManifest(
-            position, fact.step, fact.digest, len(rows), addresses.packed(np.sort(rows)), by_rank
+            position, fact.step, fact.digest, len(rows), packed(np.sort(rows)), by_rank
         )
 
-    def _rows_of(self, manifest: events.BatchLeased) -> addresses.Integers:
+    def _rows_of(self, manifest: events.BatchLeased) -> Integers:
         """Return what `LeasedManifest.rows` says of all rows of a manifest."""
         sources = [manifest.sources[of - 1] if of else "" for of in manifest.source]
         return self._apart(manifest.annotations, sources)
 
-    def _apart(self, addresses: Sequence[int], sources: Sequence[str]) -> addresses.Integers:
+    def _apart(self, addresses: Sequence[int], sources: Sequence[str]) -> Integers:
         """Return addresses of these experiments, each of which is told apart; none: of this one."""
         numbers = np.array([self._sources[name] for name in sources] or 0, np.int64)
         return np.array(addresses, np.int64) + numbers * _OTHER_EXPERIMENT
@@ -173,7 +182,7 @@ class TrainerAudit:
             for group in manifest.groups[plan.start : plan.stop]
         }
         splits = len(ranks_of_groups) != len({group for group, _ in ranks_of_groups})
-        is_other = not each_once or not np.array_equal(addresses.unpacked(leased.rows), all_rows)
+        is_other = not each_once or not np.array_equal(unpacked(leased.rows), all_rows)
         step, ranks = f"step {fact.step}", fact.world_size
         checks = {
             f"{step} was dealt with other rows": is_other,
@@ -191,11 +200,7 @@ class TrainerAudit:
         yield from (self._wrong("manifests", position, what) for what in wrong)
         self._dropped.append((position, lost[lost < _OTHER_EXPERIMENT]))
         self.steps[fact.step] = replace(
-            leased,
-            digest=fact.digest,
-            count=len(rows),
-            rows=addresses.packed(np.sort(rows)),
-            by_rank=by_rank,
+            leased, digest=fact.digest, count=len(rows), rows=packed(np.sort(rows)), by_rank=by_rank
         )
 
     def assembled(self, fact: events.RanksAssembled) -> None:
@@ -284,29 +289,29 @@ class TrainerAudit:
 
     def rejected(self, position: int, fact: events.ExperiencesRejected) -> None:
         """Take in an ``ExperiencesRejected`` of the trainer itself."""
-        self._rejected.append((position, addresses.packed(fact.experiences)))
+        self._rejected.append((position, packed(fact.experiences)))
 
-    def finish(self, annotated: addresses.Integers, reasons: dict[str, int]) -> Iterator[Problem]:
+    def finish(self, annotated: Integers, reasons: dict[str, int]) -> Iterator[Problem]:
         """Yield what only the whole log tells: a row is handed out once, or rejected once.
 
         Args:
             annotated: all rows of its set.
             reasons: for which it rejected how many.
         """
-        rejected = addresses.together(addresses.unpacked(rows) for _, rows in self._rejected)
+        rejected = together(unpacked(rows) for _, rows in self._rejected)
         for position, lost in self._dropped:
             for row in lost[~np.isin(lost, rejected)].tolist():
                 what = f"annotation {written_as(row)} was taken out of its step and not rejected"
                 yield self._wrong("conservation", position, what)
         leases = {leased.position: leased.rows for leased in self.steps.values()}
         handed_out = [*leases.items(), *self._rejected]
-        all_rows = addresses.together(addresses.unpacked(rows) for _, rows in handed_out)
+        all_rows = together(unpacked(rows) for _, rows in handed_out)
         all_rows.sort()
-        again, before = addresses.repeated(all_rows), dict[int, int]()
+        again, before = repeated(all_rows), dict[int, int]()
         more_than_once = (
             (position, row)
             for position, packed_rows in (sorted(handed_out, key=itemgetter(0)) if again else ())
-            for rows in [addresses.unpacked(packed_rows)]
+            for rows in [unpacked(packed_rows)]
             for row in rows[np.isin(rows, again)].tolist()
         )
         for position, row in more_than_once:
@@ -319,10 +324,8 @@ class TrainerAudit:
             before[row] = position
         own = Counter[bool]()
         for number, step in self.steps.items():
-            own[number in self.live] += int(
-                (addresses.unpacked(step.rows) < _OTHER_EXPERIMENT).sum()
-            )
-        ready = int(addresses.lacking(all_rows, annotated).sum())
+            own[number in self.live] += int((unpacked(step.rows) < _OTHER_EXPERIMENT).sum())
+        ready = int(lacking(all_rows, annotated).sum())
         terms = (len(annotated), ready, own[False], own[True], reasons)
         self.terms = TrainerCounts(self.name, self.annotation_set, *terms)
 
@@ -344,22 +347,20 @@ class _Strategy:
     annotated: dict[int, bytes] = field(default_factory=dict)
     rejected: list[bytes] = field(default_factory=list)
 
-    def all_decided(self) -> addresses.Integers:
+    def all_decided(self) -> Integers:
         """Return the experiences that it has decided, in order; copies are one experience."""
-        annotated = (np.unique(addresses.unpacked(rows)) for rows in self.annotated.values())
-        decided = addresses.together((*annotated, *map(addresses.unpacked, self.rejected)))
+        annotated = (np.unique(unpacked(rows)) for rows in self.annotated.values())
+        decided = together((*annotated, *map(unpacked, self.rejected)))
         decided.sort()
         return decided
 
-    def rows(self) -> addresses.Integers:
+    def rows(self) -> Integers:
         """Return the addresses of its annotations, copies included."""
-        parts = (
-            (first_address(at), addresses.unpacked(rows)) for at, rows in self.annotated.items()
-        )
-        return addresses.together(np.arange(first, first + len(rows)) for first, rows in parts)
+        parts = ((first_address(at), unpacked(rows)) for at, rows in self.annotated.items())
+        return together(np.arange(first, first + len(rows)) for first, rows in parts)
 
 
-_NOTHING = addresses.packed(())
+_NOTHING = packed(())
 
 
 class LogAudit:
@@ -388,12 +389,12 @@ class LogAudit:
     def __init__(self, chain: EventChain, lease_at: LeaseAt, *, contents: bool = False) -> None:
         self.chain = chain
         self.lease_at = lease_at
-        self.contents = addresses.Names() if contents else None
+        self.contents = Names() if contents else None
         self.position = 0
         self.events = 0
         self.problems: list[Problem] = []
-        self.uids = addresses.Names()
-        self.batches = addresses.Batches()
+        self.uids = Names()
+        self.batches = Batches()
         self.segments: dict[bytes, int] = {}
         self.trainers: dict[str, TrainerAudit] = {}
         self.archived: dict[bytes, str | None] = {}
@@ -489,7 +490,7 @@ class LogAudit:
             case events.TrainerRewound():
                 self.problems += self._trainer(fact.consumer).rewound(position, fact)
             case events.RewardsAssigned():
-                self._scores[fact.scoring].append(addresses.packed(fact.experiences))
+                self._scores[fact.scoring].append(packed(fact.experiences))
             case events.SegmentsArchived():
                 self._archived(position, fact)
             case events.SegmentsRestored():
@@ -527,8 +528,8 @@ class LogAudit:
             if slot not in late:
                 what = "was recorded after its batch was sealed, and not refused"
             self.problems.append(Problem("log", f"experience {written_as(base + slot)}", what))
-        all_rows = np.arange(base, base + count, dtype=np.int64)
-        self._recorded[position] = addresses.packed(np.delete(all_rows, sorted(refused)))
+        addresses = np.arange(base, base + count, dtype=np.int64)
+        self._recorded[position] = packed(np.delete(addresses, sorted(refused)))
         self._numbers["", counters.RECORDED] += count
         self._numbers.update(("", counters.rejected_for(reason)) for reason in refused.values())
         self._versions.update(v for v in columns.policy_version if v is not None)
@@ -554,14 +555,14 @@ class LogAudit:
         if rows:
             self._numbers[fact.consumer, counters.ANNOTATED] += distinct
             self._numbers[fact.consumer, counters.ROWS] += rows
-        strategy.annotated[position] = addresses.packed(fact.experiences)
+        strategy.annotated[position] = packed(fact.experiences)
 
     def _rejected(self, position: int, fact: events.ExperiencesRejected) -> None:
         name = fact.consumer
         self._numbers.update((name, counters.rejected_for(reason)) for reason in fact.reasons)
         if fact.by == "strategy":
             strategy = self._strategy(position, name, fact.seen)
-            strategy.rejected.append(addresses.packed(fact.experiences))
+            strategy.rejected.append(packed(fact.experiences))
         elif name in self.trainers or "/" not in name:
             self._trainer(name).rejected(position, fact)
         else:
@@ -577,10 +578,7 @@ class LogAudit:
         places, all_slots = np.divmod(rows, MAX_ROWS_PER_EVENT)
         for place in np.unique(places[own]).tolist():
             mine = own[places[own] == place]
-            annotated, slots = (
-                addresses.unpacked(strategy.annotated.get(place, _NOTHING)),
-                all_slots[mine],
-            )
+            annotated, slots = unpacked(strategy.annotated.get(place, _NOTHING)), all_slots[mine]
             if (slots >= len(annotated)).any():
                 annotation = written_as(int(rows[mine[0]]))
                 what = f"set {fact.annotation_set!r} has no annotation {annotation}"
@@ -598,9 +596,7 @@ class LogAudit:
         if fact.uri is not None:
             self.files[fact.uri] = (position, fact.digest)
         places = [self.segments[key] for key in fact.segments if key in self.segments]
-        gone = [
-            addresses.unpacked(self._recorded[place]) for place in places if place in self._recorded
-        ]
+        gone = [unpacked(self._recorded[place]) for place in places if place in self._recorded]
         trained = {trainer.annotation_set for trainer in self.trainers.values()}
         for name in sorted(trained) if gone else ():
             decided = self._strategies.get(name, _Strategy()).all_decided()
@@ -620,7 +616,7 @@ class LogAudit:
         for trainer in (*self.trainers.values(), *self._guests.values()):
             rows = self._strategies.get(trainer.annotation_set, _Strategy()).rows()
             self.problems += trainer.finish(rows, self._rejected_by(trainer.name))
-        recorded = addresses.together(map(addresses.unpacked, self._recorded.values()))
+        recorded = together(map(unpacked, self._recorded.values()))
         for name, strategy in sorted(self._strategies.items()):
             decided = strategy.all_decided()
             seen = recorded[: np.searchsorted(recorded, first_address(strategy.seen + 1))]
@@ -630,15 +626,15 @@ class LogAudit:
                     name,
                     recorded=self.experiences,
                     unseen=len(recorded) - len(seen),
-                    waiting=int(addresses.lacking(decided, seen).sum()),
+                    waiting=int(lacking(decided, seen).sum()),
                     annotated=self._numbers[name, counters.ANNOTATED],
                     rejected=dict(sorted(rejected.items())),
                     rows=self._numbers[name, counters.ROWS],
                 )
             )
-            for address in addresses.repeated(decided):
+            for address in repeated(decided):
                 self._decided_wrongly(name, address, "was decided twice")
-            for address in decided[addresses.lacking(seen, decided)].tolist():
+            for address in decided[lacking(seen, decided)].tolist():
                 self._decided_wrongly(name, address, "was decided, and was not there to be seen")
         self.terms += (trainer.terms for _, trainer in sorted(self.trainers.items()))
         for terms in self.terms:
@@ -670,8 +666,7 @@ class LogAudit:
             "step": self._numbers["", events.BatchLeased.__name__],
             "policy": self._numbers["", events.PolicyPublished.__name__],
             "assigned_reward": sum(
-                len(np.unique(addresses.together(map(addresses.unpacked, parts))))
-                for parts in self._scores.values()
+                len(np.unique(together(map(unpacked, parts)))) for parts in self._scores.values()
             ),
             "counter": len(self.numbers()),
             "archived": len(self.archived),
