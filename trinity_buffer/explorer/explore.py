@@ -436,9 +436,8 @@ class _TaskListExplorer(_Explorer):
         named = self.tasks if isinstance(self.tasks, Mapping) else enumerate(self.tasks)
         self._tasks: dict[Key, Any] = dict(named)
         self._slots = anyio.Semaphore(self.options.concurrency)
-        self._known_version: float = (
-            0  # the newest that the store was seen to hold; infinite: warned
-        )
+        # The newest that the store was seen to hold; infinite: it was warned.
+        self._known_version = 0.0
 
     @override
     async def _explore(self) -> None:
@@ -588,7 +587,7 @@ class _TaskListExplorer(_Explorer):
         newest = await self.experiment.newest_policy()
         if newest is None and self._weights.version is None:
             return  # of a trainer that publishes nothing
-        known: float = 0 if newest is None else newest.version
+        known = 0.0 if newest is None else float(newest.version)
         if said > known and self._known_version < math.inf:
             _logger.warning(
                 "rollout %s says model_version=%d, and the newest policy that is published is %d: "
