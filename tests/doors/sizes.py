@@ -28,11 +28,8 @@ SIZES = {
     ),
     "python -m benchmarks.chain": "--tasks 32 --repetitions 1",
     "python -m benchmarks.earlier": "--only write --repetitions 1",
-    # The trainer's part runs in tests/benchmarks.
-    "python -m benchmarks.long_rows": "--only write --rows 2 --calls 2 --repetitions 1",
+    "python -m benchmarks.long_rows": "--rows 2 --calls 2 --repetitions 1 --steps 1",
     "python -m benchmarks.sharing": "--processes 1,2 --tasks 64",
-    "python -m benchmarks.sharing --live": "--processes 1 --tasks 64",
-    "python -m benchmarks.sharing --once": "--processes 1 --tasks 64",
     "python -m benchmarks.floors": "--tasks 32 --repetitions 1",
     "python -m benchmarks.growth": (
         "--first 1024 --experiences 1024 --rounds 1 --batches 16 --store runs/growth.db"
@@ -41,7 +38,7 @@ SIZES = {
     "python -m benchmarks.recorder": "--minutes 0.5 --rate 5",
     "make demo": DEMO,
     "make test": "-n 0 tests/codec/test_bodies.py",
-    "make bench": "--only write --tasks 2 --repetitions 1",
+    "make bench": BENCH,
     "make bench-peers": PEERS,
     "make bench-guard": GUARD,
     "make proofs": "--only no-such-proof",  # --run takes hours; tests/benchmarks runs it small
