@@ -7,7 +7,6 @@ are applied to each row by itself, as a batch of one, to name the invalid experi
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -16,6 +15,7 @@ from itertools import chain, islice
 from operator import sub
 from typing import Any, Literal
 
+import anyio
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -420,7 +420,7 @@ class WriteCall:
     uids: Sequence[str] = ()
     batches: Sequence[RecordBatch] = ()
     place: Place = _NOWHERE
-    answered: asyncio.Event = dataclasses.field(default_factory=asyncio.Event)
+    answered: anyio.Event = dataclasses.field(default_factory=anyio.Event)
     error: Exception | None = None
     digests: Sequence[bytes] = ()
     _late: frozenset[str] = frozenset()  # batches that were sealed before

@@ -11,7 +11,7 @@ import logging
 from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import suppress
 from functools import partial
-from itertools import accumulate, groupby
+from itertools import accumulate, chain, groupby
 from typing import Any
 
 import anyio
@@ -49,12 +49,16 @@ class _BatchSealedError(TakenKeyError):
 
 def _prepared(calls: Sequence[WriteCall]) -> list[PreparedWrite]:
     """Encode ``calls``, those of one writer together. Computes: call it off the event loop."""
-    together: dict[object, list[WriteCall]] = {}
+    together: dict[object, list[list[WriteCall]]] = {}
     for call in calls:
         # First attempts of the same writer may share an event.
         writer = (call.experiment, call.actor, call.schema)
-        together.setdefault(call if call.uids else writer, []).append(call)
-    return [write for first, *others in together.values() for write in first.prepare(others)]
+        events = together.setdefault(call if call.uids else writer, [[]])
+        if sum(len(other.experiences) for other in (*events[-1], call)) > sizes.rows_per_event:
+            events.append([])
+        events[-1].append(call)
+    groups = chain.from_iterable(together.values())
+    return [write for group in groups if group for write in group[0].prepare(group[1:])]
 
 
 class GroupCommit:
