@@ -11,6 +11,7 @@ import anyio
 import pytest
 import torch
 
+from tests.conftest import Resize
 from tests.contract.making import group, kinds, opened, rollout
 from tests.raw_store import contents, count, rows
 from trinity_buffer.errors import (
@@ -155,6 +156,25 @@ async def test_fifty_calls_share_transactions_and_hear_of_their_own_rows(store_u
         assert address is not None
         assert receipt.position == address >> 20
         assert (receipt.written, receipt.duplicates) == (4, 0)
+
+
+async def test_of_calls_that_fill_several_events_each_hears_of_its_own(
+    store_url: str, resize: Resize
+) -> None:
+    resize(rows_per_event=8)
+    receipts: list[WriteReceipt] = []
+    async with opened(store_url) as experiment:
+        writer = experiment.writer("e0")
+
+        async def call(task: int) -> None:
+            receipts.append(await writer.write(group(task=task)))
+
+        async with anyio.create_task_group() as tasks:
+            for task in range(12):
+                tasks.start_soon(call, task)
+        positions = {e.eid.uid: (e.address or 0) >> 20 async for e in experiment.read()}
+    for receipt in receipts:
+        assert {positions[uid] for uid in receipt.uids} == {receipt.position}
 
 
 async def test_a_refused_call_leaves_the_others_of_its_transaction_alone(store_url: str) -> None:
