@@ -87,7 +87,7 @@ def turned(asked: Asked, key: str, following: int | None, keep: Sequence[str]) -
         asked: this page; its ``trail`` says where those before it began.
         key: says where a page begins; the first one has none.
         following: where the next page begins.
-        kept: keys that stay.
+        keep: keys that stay.
     """
     here, trail = asked.text(key), [at for at in (asked.text("trail") or "").split(",") if at]
     stay = {name: value for name in keep if (value := asked.text(name)) is not None}
