@@ -184,7 +184,8 @@ class ExperiencesAnnotated(EventBody, frozen=True, kw_only=True):
         families: column family -> bytes of its segment.
         digest: of the segment; None in what older versions wrote.
         experiences: address of each row's experience, copies included.
-        groups: per row, the number of its group within this event.
+        groups: per row, the number of its group within this event: 0, 1, ... in the order in which
+            they come, the rows of each side by side.
         planned: per group, whether its batch was planned.
         metrics: per group, what the strategy measured.
     """

@@ -248,8 +248,8 @@ def rows_recorded_by(position: int, fact: events.ExperiencesRecorded) -> list[Ex
 def _decide(tx: Transaction, experiment: int, fact: Decided) -> None:
     """Move the cursor of a strategy to ``seen``, and delete what it decided from waiting.
 
-    What the cursor passes over becomes waiting. Each address is there once, so a second process of
-    the same name fails here.
+    What the cursor passes over becomes waiting, also what is decided here. Each address is there
+    once, so a second process of the same name fails here, and its transaction rolls back.
     """
     name, seen, calls_then = fact.consumer, fact.seen, fact.calls
     if seen is None or calls_then is None:
@@ -292,6 +292,7 @@ TAKEN = Statement(
 
 
 def _leased(tx: Transaction, says: Values, fact: events.BatchLeased) -> None:
+    """Note which rows a trainer holds; the key of `delivery` refuses a row that it has already."""
     names = ("", *fact.sources)
     sources = [names[of] for of in fact.source] or [""] * len(fact.annotations)
     rows = zip(sources, fact.annotations, strict=True)

@@ -53,6 +53,8 @@ def append(
 ) -> list[Place]:
     """Append events in order, fold them, and return their places. Never commits.
 
+    So events and projections are one transaction: nobody sees one without the other.
+
     Args:
         events: each with its actor.
         last: where the log ends, if that was asked under the lock already.

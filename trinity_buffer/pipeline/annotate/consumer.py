@@ -2,6 +2,9 @@
 
 A unit is what a strategy decides at once, a group or several; `grouping` says when it is ready.
 
+What is decided, its annotations and the cursor are one transaction. After a crash before it, the
+next process reads the same rows and calls the strategy again: only the outcome is recorded once.
+
 Several processes may run a strategy under one name: the one that holds the lease decides, and the
 others stand by. A set keeps the configuration it was made with; another one is refused.
 """
@@ -307,7 +310,9 @@ class StrategyConsumer:
         )
         other: Standby | None = None
         while True:
-            await self._presence.seen(at_once=follow)  # a trainer that follows waits for it
+            # At once: a trainer that follows waits for a strategy that it sees, and ends otherwise.
+            await self._presence.seen(at_once=follow)
+            # Taken before all is read, so that what is committed meanwhile ends the wait.
             state = await changes.state()
             if await self._lease.ask():
                 wait.over()
@@ -385,6 +390,12 @@ class StrategyConsumer:
         """Read one page, and decide the first ready units if their rewards suffice.
 
         In one trip to the database: a consumer that follows a log seldom finds more than one group.
+
+        The first commit of the page moves the cursor to its end. What is left of it is then in the
+        table `waiting`, from which the next commits take it, or after a crash another process.
+
+        Args:
+            live: whether the consumer follows: commits are smaller then, to be trained sooner.
 
         Returns:
             Whether there was anything to do; if not, whether the experiment is finished; ready but
@@ -550,7 +561,8 @@ class StrategyConsumer:
         """Commit the decision on ``units`` together with the cursor."""
         database, key = self.experiment.database, self.experiment.key
         events, segment_rows = decision.encode(database.segments, calls=self._calls)
-        # Unplanned groups whose rows were all refused: of them there is nothing to record.
+        # Unplanned groups whose rows were all refused: of them there is nothing to record. The
+        # cursor stays, and moves with the next commit; until then a restart reads them again.
         if not events:
             return
 

@@ -1,6 +1,7 @@
 """Selects the rows of a gradient step: whole groups, oldest first, of one or two experiments.
 
-Rows that cannot be trained are rejected with a reason, and the step takes the next groups.
+What cannot be trained is rejected with a reason, before the step is leased. The next groups take
+the place of groups that are too old; of other rows the step is just smaller, if any row is left.
 
 A step belongs to its rows, not to the ranks that existed when it was leased. A trainer that resumes
 with another number of ranks repartitions uncommitted steps and records that: the rows, the groups,
@@ -237,6 +238,7 @@ class StepSampler:
         self.annotation_set = options.annotation_set
         self._num_ready: list[int] = []
         self._dropped: Dropped = {}
+        # In its own log it rejects by its own name.
         reader = Reader(experiment.key, options.consumer, "", options.consumer)
         self._ready = [ReadyGroups(self.annotation_set, reader, loader.events, 0)]
         if expert is not None:

@@ -1,4 +1,8 @@
-"""The stream of gradient steps: rank 0 leases and commits them, other ranks read its log."""
+"""The stream of gradient steps: rank 0 leases and commits them, other ranks read its log.
+
+A lease is one transaction, a commit another. After a crash between them the step is served again,
+as its `BatchLeased` or last `StepDealt` says, to the next process of that name.
+"""
 
 from __future__ import annotations
 
@@ -390,6 +394,7 @@ class LeadingStream(TrainStream):
         read, name = self._database.read, self._sampler.annotation_set
         while True:
             await self.presence.seen()
+            # Both before anything is read, so that what is committed meanwhile is not missed.
             state = await self._database.changes.state()
             recorders = dict(self._recorders)
             ending = not recorders and not self.options.follow
@@ -420,7 +425,8 @@ class LeadingStream(TrainStream):
             Whether a step was made; if not, whether the experiment is finished.
         """
         until, made, sampler = time.monotonic() + IN_ONE_GO_S, False, self._sampler
-        # The reader of a step gets the interpreter lock only once this thread is idle.
+        # More than one only ahead of the trainer: who waits for a step gets the interpreter lock,
+        # and with it the step, only once this thread is idle.
         while not made or (self.queue.has_room() and not sampler.is_through):
             taken = sampler.take(s, self._next_step, partial_ok=partial_ok)
             if taken is None:
@@ -436,7 +442,8 @@ class LeadingStream(TrainStream):
                     self.options.expert_experiment,
                 )
             self._next_step += 1
-            # Before the lease: what cannot be collated leaves no leased step behind.
+            # Before the lease: what cannot be collated leaves no leased step behind. An error from
+            # here on ends the stream, so its chain and its number are never ahead of the log.
             step, event = self._next_link(*taken), new_event(taken[0])
             step.log_head = s.write(self._append_lease, event)
             self.queue.put(step)
@@ -533,7 +540,8 @@ class LeadingStream(TrainStream):
 
         def append(tx: Transaction) -> None:
             segments.attach(tx, segment_rows)
-            # Raises if a commit of ours that was cancelled went through all the same.
+            # Raises if a commit of ours that was cancelled went through all the same: a transaction
+            # that has begun ends, and then `_committed` is behind the log.
             self.lease.append(tx, events, committed=steps[0] - 1)
 
         await self._database.write(append)

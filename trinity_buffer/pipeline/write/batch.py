@@ -406,7 +406,7 @@ class WriteCall:
             addresses as equal; once they are valid, or replaced by what can be recorded of them.
             Empty before the first attempt.
         batches: what is to be written, with rows of the calls that share its event.
-        digests: of the content of ``experiences``.
+        digests: of the content of ``experiences`` when they were last prepared.
         place: of the last event with its rows; its position is 0 as long as nothing is written.
         answered: set once the rows are durable, or ``error`` says why they are not.
     """
@@ -431,7 +431,8 @@ class WriteCall:
     def prepare(self, others: Sequence[WriteCall] = ()) -> list[PreparedWrite]:
         """Return the call and ``others`` of its writer, encoded, their blobs put into the store.
 
-        The blobs are part of it only once the transaction that attaches them has committed.
+        The blobs are part of it only once the transaction that attaches them has committed. Until
+        then the table `segment` has nothing of them, and a crash leaves nothing behind.
 
         They are one write if all rows are valid and distinct, otherwise a write each, except for
         calls that are invalid: those get their error. Computes: call it off the event loop.
@@ -439,6 +440,7 @@ class WriteCall:
         calls, size = [self, *others], sizes.rows_per_event
         rows = [experience for call in calls for experience in call.experiences]
         batches = [RecordBatch(rows[at : at + size]) for at in range(0, len(rows), size)]
+        # At an attempt before this one, which found rows that are stored, or a sealed batch.
         is_checked = bool(self.uids)
         if is_checked or all(passes(batch, self.schema) for batch in batches):
             uids = [uid for batch in batches for uid in batch.encode().meta.uids()]
@@ -516,7 +518,7 @@ class WriteCall:
                 )
 
     def learn(self, known: Mapping[str, bytes], sealed: frozenset[str], end: Place) -> None:
-        """Apply why nothing was written.
+        """Apply why nothing was written, to a call that was prepared without others.
 
         Args:
             known: uid -> content digest of rows that are stored already.
@@ -542,6 +544,7 @@ class WriteCall:
         rejected = sum(self._refusal(row) is not None for row in written) if refuses else 0
         digests = self.digests
         if len(written) < number:
+            # If none was left to write, the digests are still those of the attempt before.
             uids = (experience.eid.uid for experience in written)
             known = self._known | dict(zip(uids, self.digests, strict=False))
             digests = list(map(known.__getitem__, self.uids))

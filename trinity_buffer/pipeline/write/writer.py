@@ -2,6 +2,9 @@
 
 Calls that wait together share a transaction, and each gets its own result. Calls of one writer also
 share an event, as long as all their rows are valid.
+
+Durable: committed, which outlives a kill -9 of any process. On SQLite it outlives a power loss too
+where the store was opened with ``durability="full"``.
 """
 
 from __future__ import annotations
@@ -64,9 +67,10 @@ def _prepared(calls: Sequence[WriteCall]) -> list[PreparedWrite]:
 class GroupCommit:
     """Commits the experiences of all writers of a database; calls queue up during a commit.
 
-    The next group is prepared during the commit if it is large enough for a thread: SQLite and
-    digests release the interpreter lock. A separate task commits, which lives only while there is
-    something to commit: cancelling a caller never cancels a transaction that others share.
+    A call that finds nothing under way is committed at once: no timer waits for company. The next
+    group is prepared during the commit if it is large enough for a thread: SQLite and digests
+    release the interpreter lock. A separate task commits, which lives only while there is something
+    to commit: cancelling a caller never cancels a transaction that others share.
     """
 
     def __init__(self, database: Database) -> None:
@@ -122,7 +126,8 @@ class GroupCommit:
                     call.answered.set()
         finally:
             self._committer = None
-            # None is left, unless the event loop is ending.
+            # None is left, unless the event loop ends and cancels this task: all other errors are
+            # in their calls already.
             closed = f"{self.database.name} was closed during a write"
             for call in (*calls, *self._ahead, *self._waiting):
                 if not call.answered.is_set():
@@ -185,6 +190,8 @@ class GroupCommit:
     ) -> None:
         """Commit all calls in one transaction, prepared now at the latest.
 
+        It runs in the thread of a connection, off the event loop.
+
         Raises:
             TakenKeyError: a row is stored already, which the unique index of `experience` tells, or
                 a batch is sealed; nothing was written.
@@ -211,13 +218,17 @@ class GroupCommit:
             mine = list(same)
             tx.lock(experiment)
             open_batches = sorted(set[str]().union(*(write.open_batches for write in mine)))
+            # Rows that are stored already, the unique index tells, at the insert.
             last = log.end_if_open(tx, experiment, open_batches)
             if last is None:
                 raise _BatchSealedError
             events = [(write.calls[0].actor, event) for write in mine for event in write.events]
             places = log.append(tx, experiment, events, last=last)
+            # The last event of each write: one of several events is of a single call, since calls
+            # that are prepared together fit into one.
             ends += [places[end - 1] for end in accumulate(len(write.events) for write in mine)]
-        # Heartbeats that are due go along, which saves them a transaction of their own.
+        # Heartbeats that are due go along, which saves them a transaction of their own. One that is
+        # rolled back counts as sent all the same: the next comes long before it would be missed.
         for writer in sorted(
             {(write.calls[0].experiment, write.calls[0].actor) for write in writes}
         ):
@@ -327,6 +338,9 @@ class SQLWriter(BufferWriter):
         can fail without the others. Experiences stored already with the same content count as
         duplicates; those of a sealed batch are recorded as rejected (``late``).
 
+        All rows of a run belong in one call: a group is decided as soon as each of its runs has
+        one, and what comes later strategies reject as late.
+
         Raises:
             InvalidExperienceError: an invalid field (with ``on_invalid="quarantine"``, the
                 experience is recorded as rejected instead).
@@ -421,6 +435,7 @@ class SQLWriter(BufferWriter):
 
         wait = waiting.ReportedWait(database, experiment, tell, self._presence)
         while True:
+            # Taken before all is read, so that what is committed meanwhile ends the wait.
             state = await database.changes.state()
             own = policy_version() if callable(policy_version) else policy_version
             check = await database.read(planning.check_admission, experiment, actor, wanted, own)
