@@ -7,6 +7,7 @@ needed is a breach as well.
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -82,6 +83,11 @@ SEPARATE = {
 
 VAGUE_NAMES = {"found", "told", "said", "given", "kept", "one", "some"}
 MAX_VAGUE_NAMES = 60
+UNSAID = re.compile(
+    r'"""(Return what|Do nothing)|\b(no|some)body\b|\bwhoever\b|\blets? go\b|as people say',
+    re.IGNORECASE,
+)
+"""What leaves out the thing that is returned, or who does something."""
 NAMED_BY_TRINITY = {
     f"{PACKAGE}/algorithm/utils.py": "Trinity-RFT's code imports it by this name",
     f"{PACKAGE}/algorithm/sample_strategy/utils.py": "likewise",
@@ -321,6 +327,20 @@ def test_things_are_called_what_they_are() -> None:
         if name.strip("_") in VAGUE_NAMES
     ]
     assert len(names) <= MAX_VAGUE_NAMES, "\n" + "\n".join(names)
+
+
+def test_sentences_name_the_thing() -> None:
+    lines = [
+        f"{file}:{number}: {line.strip()}"
+        for file, line, number in (
+            (file, line, number)
+            for file in trees()
+            if file.startswith(PACKAGE)
+            for number, line in enumerate((ROOT / file).read_text().splitlines(), 1)
+        )
+        if UNSAID.search(line)
+    ]
+    assert not lines, "\n" + "\n".join(lines)
 
 
 def assigned(node: ast.AST) -> list[str]:

@@ -106,7 +106,7 @@ def importing(package: str, remedy: str) -> Iterator[None]:
 
 
 def _lacking(package: str, remedy: str, error: ImportError) -> str:
-    """Return what to install, and why the installed release does not do."""
+    """Return the command to install a package, and why the installed release is too old."""
     tested = TESTED.get(package, "")
     message = f"this needs {package}{tested}"
     if tested:

@@ -156,7 +156,7 @@ async def test_one_question_with_one_answer_is_a_single_turn(tmp_path: Path) -> 
         ),
         ("b0/3/0/0/", "never trained: ready (set grpo); rejected: zero_variance", "rejected"),
         ("b1/0/1/0/", "never trained: waiting", "1 of 4 runs (missing: 0, 2, 3); the batch is not"),
-        ("b1/0/0/0/", "planned, and never stored", "nobody wrote run 0"),
+        ("b1/0/0/0/", "planned, and never stored", "no explorer wrote run 0"),
         ("b0/0/0/0/a1", "refused at the door, late", "refused at the door: late"),
     ],
 )
@@ -195,7 +195,7 @@ async def test_nobody_waits_for_a_trainer_of_what_is_finished(tmp_path: Path) ->
     async with open_store(own.url) as store:
         await (await store.experiment(own.name)).finish("enough")
     after = await asked(own, lambda source: inspector.why(source, "b0/3/0/0/"))
-    assert "the experiment is finished: nobody will, unless" in after.reasons[-1].what
+    assert "the experiment is finished: none will, unless" in after.reasons[-1].what
     assert before.reasons[-1].what == "set grpo: ready, and no trainer has taken it"
 
 

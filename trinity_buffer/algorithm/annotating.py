@@ -161,7 +161,7 @@ def annotate_group(
 
 
 def scored_group(scorer: object, answer: Any) -> tuple[list[Experience], dict[str, Any]]:
-    """Return what ``calculate_group_advantage`` of a ``scorer`` answered, members and metrics.
+    """Return the checked members and metrics of ``calculate_group_advantage``.
 
     Raises:
         TypeError: it is something else.

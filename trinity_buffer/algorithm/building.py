@@ -347,7 +347,7 @@ def build(algorithm: str | type[AlgorithmType], **user: Any) -> Algorithm:
 
 
 def effective_args(algorithm: str | type[AlgorithmType], **user: Any) -> dict[str, Any]:
-    """Return what `build` would use, ready for printing: part -> name and arguments."""
+    """Return the parts that `build` would use, ready for printing: name and arguments."""
     built = build(algorithm, **user)
     parts = {part: {"name": c.name, "args": dict(c.args)} for part, c in built.choices.items()}
     flags = ("use_critic", "use_reference", "compute_advantage_in_trainer", "can_balance_batch")

@@ -99,7 +99,7 @@ def statistics(
     ddof: int = 0,
     std_floor: float = RELATIVE_FLOOR,
 ) -> Statistics:
-    """Return what there is to know of each group of ``rewards`` ``(..., G)``, all of one size.
+    """Return the statistics of each group of ``rewards`` ``(..., G)``, all of one size.
 
     The variance has the divisor ``n - ddof``. It is 0 if its root is at most ``std_floor`` times
     the largest absolute reward, and of a group that is no larger than ``ddof``.
@@ -139,7 +139,7 @@ def baseline(
     tau: float = 1.0,
     weights: Rewards | None = None,
 ) -> Rewards:
-    """Return what OPMD compares each group of ``rewards`` ``(..., G)`` with, shape ``(...)``.
+    """Return OPMD's baseline of each group of ``rewards`` ``(..., G)``, shape ``(...)``.
 
     That is the mean, or ``tau log(mean(exp(r / tau)))`` (arXiv:2501.12599). 0 for a group of one,
     as the reference does.
@@ -292,7 +292,7 @@ class RewardScorer(Protocol):
 
 
 def _asked(score: Callable[..., ScoredGroups], rewards: Rewards) -> ScoredGroups:
-    """Return what a ``score_groups`` makes of ``rewards`` ``[k, G]``, if it can be that.
+    """Return the checked answer of ``score_groups`` for ``rewards`` ``[k, G]``.
 
     Raises:
         InvalidArgumentError: it is not a `ScoredGroups` of their shape.
@@ -325,7 +325,7 @@ def scored_rows(
     runs: Runs | None = None,
     /,
 ) -> ScoredGroups:
-    """Return what ``score`` makes of groups of any sizes, those of one form asked at a time.
+    """Return the scores of groups of any sizes, those of one form in one call of ``score``.
 
     Over runs, where the rows of each run of a group have equal rewards, ``score`` is given one for
     the run, and what it says holds for all rows. Where they have rewards of their own, it is given
@@ -411,7 +411,7 @@ class WholeUnits:
         return cls.families
 
     def from_rewards(self) -> RewardScorer | None:
-        """Return what decides whole groups by their rewards alone; None: only experiences do.
+        """Return the scorer that needs rewards alone; None: the strategy needs experiences.
 
         It is the method ``score_groups`` of a class that looks at nothing else. A subclass that
         changes anything but the constructor may decide otherwise, and has to write its own.
@@ -434,7 +434,7 @@ class WholeUnits:
 def as_added(
     score: RewardScorer, reason: str, rewards: Rewards, sizes: Runs, runs: Runs | None = None, /
 ) -> ScoredGroups:
-    """Return what ``score`` says, with metrics as `gather_metrics` names those of one group.
+    """Return the answer of ``score``, its metrics named as `gather_metrics` does.
 
     What is not kept is rejected for ``reason``.
     """

@@ -124,7 +124,7 @@ def _require_parts(config: RunConfig) -> None:
 
 
 def needs_of_run(config: RunConfig) -> Needs:
-    """Return what the algorithm of a run needs beside its configuration.
+    """Return the needs of a run's algorithm beside its configuration.
 
     Raises:
         UnknownNameError, InvalidArgumentError: there is no such algorithm, or its task cannot give

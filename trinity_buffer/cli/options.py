@@ -122,7 +122,7 @@ class Run(NamedTuple):
         config: Path | None,
         overrides: list[str] | None = None,
     ) -> Self:
-        """Return what options choose.
+        """Return the run that options choose.
 
         Raises:
             UnknownStoreError: no store is named, and runs/ holds none.

@@ -119,7 +119,7 @@ def ranks_of_environment() -> Iterator[Processes]:
 
 
 def on_rank_0(processes: Processes, work: Callable[[], Any]) -> Any:
-    """Return what ``work`` returns on rank 0, which alone runs it; every rank must call this."""
+    """Return the result of ``work``, which rank 0 alone runs; every rank must call this."""
     return processes.gather(None if processes.rank else work())[0]
 
 
@@ -249,7 +249,7 @@ def _settings(
     before: Mapping[str, Any] = MappingProxyType({}),
     columns: Collection[str] | None = None,
 ) -> dict[str, Any]:
-    """Return what the experiment will record; raise InvalidArgumentError if a part lacks."""
+    """Return the configuration to record; raise InvalidArgumentError if a part lacks."""
     known = asdict(run_config.of_experiment(before))
     if "rollouts_per_group" not in before:
         del known["rollouts_per_group"]  # its default depends on the algorithm

@@ -249,7 +249,7 @@ class HFBackend:
                 )
 
     def accuracy(self, policy: CausalLM, *, problems: int, seed: int) -> float | None:  # noqa: ARG002
-        """Return what ``evaluate`` says of the model's greedy answers, or None without it."""
+        """Return the accuracy of greedy answers, as ``evaluate`` says, or None without it."""
         if self.config.evaluate is None:
             return None
         evaluate = self._named("evaluate", self.config.evaluate)
@@ -338,7 +338,7 @@ class HFBackend:
             return tasks if checks_only or hasattr(tasks, "items") else list(tasks)
 
     def _named(self, key: str, name: str) -> Any:
-        """Return what ``module:name`` refers to, looked up first in the folder of the file."""
+        """Return the object ``module:name``, looked up first in the folder of the file."""
         module, _, attribute = name.partition(":")
         folder = look_in(self.config.folder)
         try:

@@ -383,7 +383,7 @@ def parts_of(algorithm: Algorithm) -> dict[str, object]:
 
 
 def recorded(config: RunConfig) -> dict[str, Any]:
-    """Return what an experiment of this run records: its configuration, and the data's schema."""
+    """Return the recorded configuration of a run: its keys, and the data's schema."""
     return asdict(config) | {"schema": algorithm_of(config).type.schema}
 
 

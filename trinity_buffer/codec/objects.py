@@ -101,7 +101,7 @@ class ObjectPacker:
         ]
 
     def pack_twice(self, values: Sequence[object], place: str) -> tuple[list[bytes], list[bytes]]:
-        """Return what `pack_all` returns, and what it returns of a canonical packer.
+        """Return the bytes of `pack_all`, and those of a canonical packer.
 
         Values in canonical order are packed once; most are.
         """

@@ -34,7 +34,7 @@ _METADATA_KEY = "trinity_buffer_policy"
 
 
 def scores_of_logits(logits: Tensor, microbatch: Mapping[str, Any]) -> TokenScores:
-    """Return what `token_scores` returns, from all logits of a micro-batch at once.
+    """Return the same as `token_scores`, from all logits of a micro-batch at once.
 
     Runs were trained so before logits were made in slices. Summing in another order changes the
     last bits, so those runs are replayed with this.
@@ -55,7 +55,7 @@ def scores_of_logits(logits: Tensor, microbatch: Mapping[str, Any]) -> TokenScor
 
 
 def entropy_changes_of_logits(logits: Tensor, microbatch: Mapping[str, Any]) -> Tensor:
-    """Return what `entropy_changes` returns, from the logits of a micro-batch."""
+    """Return the same as `entropy_changes`, from the logits of a micro-batch."""
     heat = microbatch.get("temperature")
     if heat is not None:
         logits = logits / torch.roll(heat, -1, -1).unsqueeze(-1)

@@ -99,13 +99,13 @@ class Completion:
     prompt_text: str | None = None
 
     def sampling_segment(self) -> dict[str, Any] | None:
-        """Return what ``info["sampling_segments"]`` says of its tokens; None: nothing."""
+        """Return the entry of its tokens in ``info["sampling_segments"]``; None: they have none."""
         if not self.sampling:
             return None
         return self._segment(**self.sampling, **{MODE: self.logprobs_mode})
 
     def weight_segment(self) -> dict[str, Any]:
-        """Return what ``info["weight_segments"]`` says of its tokens."""
+        """Return the entry of its tokens in ``info["weight_segments"]``."""
         return self._segment(
             version=self.weight_version,
             later_version=self.later_weight_version,
@@ -169,8 +169,8 @@ class Conversation:
         """Take in a message of the system, the user or a tool.
 
         Raises:
-            InvalidArgumentError: one of the assistant, or the answer to a call that nobody waits
-                for.
+            InvalidArgumentError: a message of the assistant, or the answer to a call that was not
+                made.
         """
         role = message.get("role")
         if role == "assistant":
@@ -216,7 +216,7 @@ class Conversation:
     def experiences(
         self, reward: float | None, *, info: Mapping[str, Any] | None = None
     ) -> list[Experience]:
-        """Return what can be trained of it, in the order of the turns.
+        """Return the experiences to train on, in the order of the turns.
 
         ``action_mask`` is True on what the model said. Each experience carries the reward of the
         whole run. Its ``info`` gets ``finish_reason`` of its last turn and, where a server told
@@ -243,7 +243,7 @@ def experiences_of(
     tools: Sequence[Mapping[str, Any]] = (),
     info: Mapping[str, Any] = MappingProxyType({}),
 ) -> list[Experience]:
-    """Return what can be trained of ``turns``; see `Conversation.experiences`."""
+    """Return the experiences of ``turns``; see `Conversation.experiences`."""
     stretches: list[list[Completion]] = []
     tokens: list[int] = []
     for turn in turns:
@@ -578,7 +578,7 @@ class ChatFormat:
         return self._ids(text) if ids is None else ids, text
 
     def read(self, made: Completion, tools: Tools) -> Completion:
-        """Return what a model said with the tool calls that are in it."""
+        """Return a completion with the tool calls that its tokens hold."""
         if not tools or not made.token_ids:
             return made
         ids = made.token_ids[:-1] if self._is_ended(made) else made.token_ids
@@ -638,7 +638,7 @@ class ChatFormat:
         return last in self._end_ids or (is_stop and last in self._special)
 
     def _end_texts(self, spoken: Completion) -> re.Pattern[str]:
-        """Return what matches an end of a turn, and the blanks before it."""
+        """Return the pattern of the end of a turn, with the blanks before it."""
         ends = {*self._end_ids, *(spoken.token_ids[-1:] if self._is_ended(spoken) else ())}
         texts = [text for text in (self._text([end]) for end in ends) if text.strip()]
         return re.compile(rf"\s*(?:{'|'.join(map(re.escape, texts)) or '(?!)'})")
@@ -683,7 +683,7 @@ def decoded(tokenizer: Any, ids: Sequence[int], *, skip_special_tokens: bool) ->
 def rendered(
     tokenizer: Any, messages: Messages, tools: Tools = (), *, ask: bool = True, **options: Any
 ) -> str:
-    """Return what the chat template of ``tokenizer`` makes of a conversation.
+    """Return a conversation as text, by the chat template of ``tokenizer``.
 
     Args:
         ask: end with the beginning of the model's answer.

@@ -100,7 +100,7 @@ class LocalModel:
         tools: Sequence[Mapping[str, Any]] = (),
         max_tokens: int | None = None,
     ) -> Completion:
-        """Return what the model says next in a conversation, by its chat template.
+        """Return the model's next turn in a conversation, by its chat template.
 
         Tools that it calls are in ``tool_calls``; what of its text cannot be read as a call stays
         text. Messages of `Completion.message` keep the tokens that were sampled, unless the

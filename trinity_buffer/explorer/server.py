@@ -324,7 +324,7 @@ def completion_of(answer: Mapping[str, Any], choice: Mapping[str, Any]) -> Compl
 
 
 def reasoning_in(message: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what a server took out of the text of a message as the reasoning before it."""
+    """Return the reasoning that a server took out of the text of a message, by its key."""
     return {key: message[key] for key in REASONING if message.get(key)}
 
 
@@ -529,7 +529,7 @@ class OpenAIModel:
         tools: Sequence[Mapping[str, Any]] = (),
         max_tokens: int | None = None,
     ) -> Completion:
-        """Return what the model says next in a conversation.
+        """Return the model's next turn in a conversation.
 
         Raises:
             InferenceServerError: no answer, or one without ids and log-probs.

@@ -124,7 +124,7 @@ def _event_of_rows(experiment: str, stored: log.StoredEvent) -> Event:
 async def readable_events(
     experiment: Experiment | Source, positions: Iterable[int], families: Sequence[str]
 ) -> tuple[dict[int, EventWithSegment], dict[int, Damage]]:
-    """Return what can be read of the events at ``positions``, and why the rest cannot, by position.
+    """Return the readable events at ``positions``, and why others are not, by position.
 
     An event whose segment is damaged is there with the families that can be read; one whose
     segment is in an archive that cannot be read, with none.
@@ -344,7 +344,7 @@ async def measured(
 
 
 async def measured_in(source: Source, step: StepView, *, tokens: bool = False) -> Measured | None:
-    """Return what was measured in one step; None unless its commit is in this log, and measured."""
+    """Return the measures of one step; None unless its commit is in this log, with any."""
     if step.step is None or not step.committed or step.experiment:
         return None
     row = await source.read(trainer_queries.step_at, source.key, step.trainer, step.step)

@@ -181,7 +181,7 @@ _Reasons = Iterator[tuple[int | None, str]]
 
 
 async def why(source: Source, uid: str) -> Why:
-    """Return what decided whether ``uid`` was trained.
+    """Return the events that decided whether ``uid`` was trained.
 
     Raises:
         InvalidArgumentError: not ``batch/task/run/step/suffix``.
@@ -260,7 +260,7 @@ def _of_the_writer(eid: EID, batch: BatchRow | None, row: ExperienceRow | None) 
     if batch is not None and batch.sealed_at is not None:
         yield batch.sealed_at, f"batch {batch.batch} sealed at {batch.expected} experiences"
     if row is None:
-        yield None, f"never stored: nobody wrote run {eid.run} of task {eid.task}"
+        yield None, f"never stored: no explorer wrote run {eid.run} of task {eid.task}"
         return
     yield position_of(row.address), f"recorded, {row.length} tokens, reward {row.reward}"
     if row.refused is not None:
@@ -293,7 +293,7 @@ def _of_a_set(
             ended = ""
             if writer_queries.is_finished(tx, experiment):
                 ended = (
-                    "; the experiment is finished: nobody will, unless a trainer still runs or is "
+                    "; the experiment is finished: none will, unless a trainer still runs or is "
                     "started again"
                 )
             yield None, f"{name}: ready, and no trainer has taken it{ended}"
@@ -349,7 +349,7 @@ def _of_the_log(tx: Transaction, source: Source, served_at: int, last: int | Non
 
 
 def _lacking(batch: BatchRow | None, group: Sequence[ExperienceRow]) -> str:
-    """Return what a group that a strategy waits for has and lacks."""
+    """Describe the runs that an undecided group has and lacks."""
     planned = None if batch is None else batch.rollouts_per_group
     if batch is None or planned is None:
         return "whose batch was never planned: a seal or a deadline ends it"

@@ -242,7 +242,7 @@ async def rejections(
     limit: int = 20,
     before: int | None = None,
 ) -> list[Rejected]:
-    """Return what was rejected last, the newest first.
+    """Return the last rejected rows, the newest first.
 
     Args:
         by: only by this strategy or trainer; ``door``: what was late or invalid.
@@ -263,7 +263,9 @@ async def rejections(
         names = list(dict.fromkeys([*consumers, *inspection.who_rejected(tx, key)]))
         if by is not None and by not in {*names, DOOR}:
             there = ", ".join([*names, DOOR])
-            raise UnknownNameError(f"nobody is called {by!r} in {source.name!r} (there: {there})")
+            raise UnknownNameError(
+                f"{source.name!r} has no strategy or trainer {by!r} (there: {there})"
+            )
         kinds = {name: consumers[name].kind if name in consumers else "trainer" for name in names}
         # No index finds what was refused: where nothing was, all rows would be read for it.
         refuses = counters.reasons(counters.numbers_of(tx, key), "")

@@ -41,7 +41,7 @@ class Source:
     async def read(
         self, f: Callable[Concatenate[Transaction, P], T], /, *args: P.args, **kwargs: P.kwargs
     ) -> T:
-        """Return what a function of `store` says of the projections."""
+        """Return the result of a function of `store` on the projections."""
         return await (self._earlier or self.database).read(f, *args, **kwargs)
 
     async def events(self, positions: Sequence[int]) -> dict[int, Event]:

@@ -102,7 +102,7 @@ async def tokens(source: Source, uid: str, *, annotation_set: str | None = None)
 
 
 async def _trained(source: Source, fate: Fate) -> dict[str, Numbers | None]:
-    """Return what the last step of an annotation recorded of each token, if it did."""
+    """Return the measures of each token in the last step of an annotation, if recorded."""
     address, held = next(iter(fate.annotations.items()))
     own = [step for step in held if step.committed and not step.experiment]
     measures = await experience.measured_in(source, own[-1], tokens=True) if own else None
@@ -111,7 +111,7 @@ async def _trained(source: Source, fate: Fate) -> dict[str, Numbers | None]:
 
 
 def _compared(columns: Mapping[str, Numbers | None], mask: Numbers) -> dict[str, Numbers | None]:
-    """Return what follows of two columns, where both are known."""
+    """Return a column computed from two others, where both are known."""
     derived: dict[str, Numbers | None] = {}
     trained, recorded = columns.get("trained_logprob"), columns.get("logprob")
     if trained is not None and recorded is not None:

@@ -111,7 +111,7 @@ class StoreDataSource:
 def stored_rollout(
     args: Any, rollout_id: int, data_source: StoreDataSource, *, evaluation: bool = False
 ) -> list[list[Sample]]:
-    """Return what slime trains on next: a ``--rollout-function-path`` where others sample.
+    """Return slime's next samples: a ``--rollout-function-path`` where others sample.
 
     Raises:
         InvalidArgumentError: slime evaluates with it, and nothing is sampled here.

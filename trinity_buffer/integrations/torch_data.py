@@ -25,7 +25,7 @@ NOWHERE = -1
 COMMIT_S = 60.0
 """A worker that has not committed by then is gone."""
 
-NOBODY = 0
+NO_REQUEST = 0
 """No request is waited for; requests are numbered from 1."""
 
 
@@ -52,9 +52,9 @@ class StepDataset(IterableDataset[TrainStep]):
         # Without locks: a worker that is killed could hold one for good, and one that is spawned
         # cannot be given those of a process that forks.
         self._go_on_after = mp.Value("q", NOWHERE, lock=False)  # a worker that stays reads it again
-        self._waited_for = mp.Value("q", NOBODY, lock=False)
+        self._waited_for = mp.Value("q", NO_REQUEST, lock=False)
         self._asking, self._asked = mp.Pipe()
-        self._last_request = NOBODY
+        self._last_request = NO_REQUEST
         self._worker: _Worker | None = None
 
     @override
@@ -119,7 +119,7 @@ class StepDataset(IterableDataset[TrainStep]):
                     "while the loader is being read, and the same step again if it is"
                 )
         finally:
-            self._waited_for.value = NOBODY
+            self._waited_for.value = NO_REQUEST
         if failure is not None:
             raise StoreError(f"commit of step {step.step}: {failure}")
 

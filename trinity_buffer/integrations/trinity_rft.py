@@ -193,7 +193,7 @@ class StoreSampleStrategy(SampleStrategy):  # type: ignore[misc]  # trinity is u
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Do nothing; see `state_dict`."""
+        """Ignore it; see `state_dict`."""
 
 
 def from_trinity(experiences: Sequence[theirs.Experience]) -> list[Experience]:
@@ -217,7 +217,7 @@ def to_trinity(experiences: Sequence[Experience]) -> list[theirs.Experience]:
 
 
 def _shared(row: Experience | theirs.Experience, custom_field: Any) -> dict[str, Any]:
-    """Return what both experiences hold, its custom fields as the class of the other one."""
+    """Return the fields that both classes have, custom fields as the other's class."""
     shared = {name: getattr(row, name) for name in PLAIN}
     shared["custom_fields"] = [
         custom_field(field.source_field, field.destination_field, field.data_type)

@@ -54,7 +54,7 @@ def columns_of(field: str, tensors: Sequence[Tensor | None]) -> list[Column]:
     """Return the columns of one field; an empty list without tensors.
 
     Rows of one dtype and number of dimensions share a column, made with a single ``torch.cat``. It
-    is a copy: whoever gave a tensor may use its memory again.
+    is a copy: the caller may use the memory of its tensors again.
 
     Args:
         field: name of the field.

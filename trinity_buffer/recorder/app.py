@@ -388,7 +388,7 @@ class Recorder:
     async def _passed(
         self, request: Request, path: str, asked: Mapping[str, Any]
     ) -> tuple[int, Any, dict[str, str]] | None:
-        """Return what the upstream answers; None: the client went away, and it need not go on."""
+        """Return the upstream's answer; None: the client went away, and it need not go on."""
         passed = None
 
         async def stop_if_client_goes(scope: anyio.CancelScope) -> None:

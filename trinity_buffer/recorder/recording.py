@@ -49,7 +49,7 @@ class Rollout(NamedTuple):
 
     @classmethod
     def of(cls, text: str, batch: str) -> Self:
-        """Return what ``[batch/]task/run`` or ``task`` means, of ``batch`` if it names none.
+        """Return the run that ``[batch/]task/run`` or ``task`` names, by default in ``batch``.
 
         Raises:
             InvalidArgumentError: a run that is no number, or a part that cannot name anything.

@@ -322,7 +322,7 @@ def _dealt(tx: Transaction, says: Values, fact: events.StepDealt) -> None:
         sources = fact.dropped_from or ("",) * len(fact.dropped)
         for source, address in zip(sources, fact.dropped, strict=True):
             _DROP.execute_later(tx, **says, source=source, address=address)
-        # planned_groups_so_far stays: explorers were let go on when the step was leased.
+        # planned_groups_so_far stays: explorers went on when the step was leased.
         _LESS.execute_later(tx, **says, less=sources.count(""))
     _FENCE.execute_later(tx, **says)
 

@@ -1,10 +1,10 @@
 """Leases and heartbeats, which may all be lost at any time without harm to what is recorded.
 
 A lease is a renewable claim on a consumer name, of a trainer or of a process that runs a strategy.
-Who acquires it has judged that nobody who lives has it (`pipeline.coordination.lease`).
+Whether a live process has it is judged before it is acquired (`pipeline.coordination.lease`).
 Acquiring always yields a token above every token that the log or the lease knows. Only a newer
-owner fences, a trainer by its token: an expired lease that nobody took can still be renewed and
-committed.
+owner fences, a trainer by its token: an expired lease can be renewed and committed until another
+process takes it.
 
 Heartbeats say which process is alive in which role, and what it waits for.
 """
@@ -70,7 +70,7 @@ _NEWEST = Statement(
 def acquire(
     tx: Transaction, experiment: int, name: str, *, owner: str, now_us: int, ttl_us: int
 ) -> int:
-    """Take the lease, whoever has it, and return its fencing token."""
+    """Take the lease from any holder, and return its fencing token."""
     tx.lock(experiment)
     expires_us = now_us + ttl_us
     return int(_ACQUIRE.value(tx, of=experiment, by=name, owner=owner, expires=expires_us))

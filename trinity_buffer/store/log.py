@@ -53,7 +53,7 @@ def append(
 ) -> list[Place]:
     """Append events in order, fold them, and return their places. Never commits.
 
-    So events and projections are one transaction: nobody sees one without the other.
+    So events and projections are one transaction: no reader sees one without the other.
 
     Args:
         events: each with its actor.

@@ -625,7 +625,7 @@ class WriterQueue:
     This is for fairness alone. A process that gets no turn in time goes ahead without one, and
     SQLite's own lock decides. The kernel frees the locks of a killed process; a forked child does
     not inherit them. They belong to the process: two `Database` of one process do not wait for each
-    other here, and lose the turn when one of them is closed or finds nobody else in the queue.
+    other here, and lose the turn when one of them is closed or finds the queue empty.
 
     Args:
         path: of the database.
@@ -654,7 +654,7 @@ class WriterQueue:
                     self._file = os.open(self._log, os.O_RDWR | os.O_CLOEXEC)
                 except OSError:  # there is no log yet, or no right to it: SQLite will say so
                     return
-            with suppress(OSError):  # nobody is in the queue, and nobody joins
+            with suppress(OSError):  # the queue is empty, and no process joins it
                 lockf(self._file, LOCK_EX | LOCK_NB, 0, _JOINING)
                 self._place, self._mine = _JOINING + 1, True
                 lockf(self._file, LOCK_UN, 0, _JOINING + 2)

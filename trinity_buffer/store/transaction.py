@@ -293,7 +293,7 @@ class Transaction:
         raise NotImplementedError
 
     def execute_later(self, sql: Statement | str, values: Any) -> object:
-        """Execute what `fetch_all` does, whose rows nobody asks for, at the latest before the next.
+        """Execute a statement without rows, at the latest before the next `fetch_all`.
 
         Its errors are raised then.
         """

@@ -196,7 +196,7 @@ class _Unadapted(CausalLM):
 
     @override
     def scores(self, microbatch: Mapping[str, Any]) -> TokenScores:
-        """Return what the base model says."""
+        """Return the scores of the base model."""
         with self._own.disable_adapter():
             return super().scores(microbatch)
 
@@ -214,7 +214,7 @@ def _adapter_of(model: Any, weights: Mapping[str, Tensor] | None = None) -> dict
 
 
 def reference_of(policy: Any) -> Any:
-    """Return what divergences of ``policy`` are measured from: the policy as it is now, frozen."""
+    """Return the reference of divergences: a frozen copy of ``policy`` as it is now."""
     return policy.frozen() if isinstance(policy, CausalLM) else deepcopy(policy)
 
 

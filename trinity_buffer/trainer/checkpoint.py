@@ -530,7 +530,7 @@ def _digested(write: Callable[[], list[Path]]) -> list[tuple[Path, str]]:
 
 
 def on_each(processes: parallel.Processes, work: Callable[[], T]) -> list[T]:
-    """Return what ``work`` returned on each rank; every rank calls it, and fails where one does.
+    """Return the results of ``work`` by rank; every rank calls it, and all fail if one does.
 
     Raises:
         CheckpointError: another rank failed; the message names it.

@@ -146,7 +146,7 @@ def _set(stack: ExitStack, owner: Any, name: str, *, value: bool) -> None:
 
 
 def _refusal(message: str) -> str | None:
-    """Return what to do about an error of torch's, if that was a refused operation."""
+    """Return the remedy for an error of torch's, if that was a refused operation."""
     costs = (
         "deterministic=False (of TrainerSettings, or in the configuration of the run), after which "
         "a replay gives the same weights only within a tolerance"

@@ -208,7 +208,7 @@ def _recomputed(checkpoint: Callable[..., Any], configs: list[Any]) -> Callable[
 
 
 def limits_of(microbatch: Mapping[str, Any], implementation: str | None) -> dict[str, Any]:
-    """Return what attention of variable length is given of packed rows, and other is not."""
+    """Return the limits of packed rows, as arguments of attention of variable length."""
     if implementation != NAME and "flash" not in str(implementation):
         return {}
     limits, longest = microbatch["cu_seqlens"], microbatch["max_seqlen"]
@@ -252,7 +252,7 @@ def attention_of(kernel: Kernel) -> Callable[..., tuple[Tensor, None]]:
 
 
 def _options(takes: frozenset[str], asked: Mapping[str, Any], width: int) -> dict[str, Any]:
-    """Return what a kernel that ``takes`` these arguments is told of a layer with such heads.
+    """Return the options of a layer with such heads, of those that a kernel ``takes``.
 
     In torch 2.10 it takes ``is_causal``, from 2.11 on ``scale`` and ``window_size``, from 2.12 on
     ``enable_gqa``.
@@ -329,7 +329,7 @@ class OutputHead(NamedTuple):
 def hidden_and_logits(
     model: Any, layer: nn.Module, microbatch: Mapping[str, Any], to_head: Callable[[Tensor], Tensor]
 ) -> tuple[Tensor, Tensor]:
-    """Return what the head of a model is given in a micro-batch, and the logits.
+    """Return the hidden states before a model's head, and the logits, of a micro-batch.
 
     Args:
         model: what lies around it (an adapter, a wrapper of data-parallel ranks) is called as ever.
@@ -364,7 +364,7 @@ def hidden_and_logits(
 
 
 def _logits_of(model: Any, microbatch: Mapping[str, Any]) -> Tensor:
-    """Return what a model of transformers says of a micro-batch.
+    """Return the logits of a model of transformers for a micro-batch.
 
     Padding needs no mask: it is on the right, and what follows a token changes nothing of it.
     Packed sequences are told apart by their positions, which begin anew; attention of variable
@@ -556,7 +556,7 @@ def _logits(states: Tensor, head: OutputHead) -> Tensor:
 
 
 def name_of(model: Any) -> str:
-    """Return what the model of transformers inside wrappers and adapters is called."""
+    """Return the class name of the model of transformers inside wrappers and adapters."""
     inner = unwrapped(model)
     base = getattr(inner, "get_base_model", lambda: inner)()
     return type(base).__name__

@@ -104,7 +104,7 @@ class StepMeter:
             self._tokens.append((place, of_tokens.flatten(1)[:, there].float()))
 
     def measures(self, metrics: Mapping[str, float], processes: Processes) -> StepMeasures:
-        """Return what was measured; every rank must call it, all get the same."""
+        """Return the measures of all ranks; every rank must call it."""
         # Rows of other ranks are 0 here.
         both = processes.sum(torch.cat([self._sums, self._most])).cpu()
         sums, most = dict(zip(_SUMS, both, strict=False)), both[len(_SUMS) :]

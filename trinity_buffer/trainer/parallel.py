@@ -242,7 +242,7 @@ class HostCopies:
         self._block = self._used = 0
 
     def take(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Return what ``tensors`` hold now, in the processor's memory; to be read after `wait`.
+        """Return copies of ``tensors`` in the processor's memory; read them after `wait`.
 
         Between now and `hold` nothing may change a tensor where it lies. It may be forgotten.
         """

@@ -104,7 +104,7 @@ class Guard:
 
 
 def _cookie_of(token: bytes) -> str:
-    """Return what the cookie holds: it opens this inspector, without revealing the token."""
+    """Return the cookie's value, which opens this inspector without revealing the token."""
     return hmac.new(token, b"trinity-buffer serve", hashlib.sha256).hexdigest()
 
 
@@ -134,7 +134,7 @@ HELP = {
     "committed_rows": "Rows in committed steps; a rewind takes some back.",
     "staleness_mean": "Mean policy versions between sampling and training, of the last "
     f"{STEPS_OF_STALENESS} steps.",
-    "stuck": "Things that nobody moves: `trinity-buffer doctor` names them.",
+    "stuck": "What does not move on by itself: `trinity-buffer doctor` names them.",
     "here": "Processes that are there, by role.",
 }
 """Name -> what it counts; what ends in ``_total`` only grows."""
@@ -300,7 +300,7 @@ def _page(view: View) -> Any:
 
 
 def _bar(request: Request) -> dict[str, Any]:
-    """Return what the bar of a page is made of: the experiment, and as of which position."""
+    """Return the content of a page's bar: the experiment, and as of which position."""
     name, position = named(request.path_params["experiment"]), request.path_params.get("position")
     root = f"/{segment(name)}"
     bar = {"name": name, "root": root, "here": root, "position": position}

@@ -144,7 +144,7 @@ async def steps_page(asked: Asked) -> Page:
 async def _of_trainer(
     asked: Asked, question: Callable[..., Awaitable[list[T]]], limit: int
 ) -> list[T]:
-    """Return what ``question`` says of the trainer; nothing if none was named and none is there."""
+    """Return the rows of ``question`` for the trainer; none if none was named or exists."""
     trainer = asked.text("trainer")
     try:
         return await question(
@@ -158,7 +158,7 @@ async def _of_trainer(
 
 
 async def step_page(asked: Asked) -> Page:
-    """Return what one gradient step was given; a bar of the histogram leads to its rows."""
+    """Return the page of one gradient step; a bar of its histogram leads to the rows."""
     source, number = asked.source, whole("step", asked.part)
     contents = await inspector.blame(source, number, trainer=asked.text("trainer"))
     trainer = contents.line.trainer
@@ -373,7 +373,7 @@ async def groups_page(asked: Asked) -> Page:
 
 
 async def rejected_page(asked: Asked) -> Page:
-    """Return what was left out; of one consumer, page by page."""
+    """Return the rejected rows; of one consumer, page by page."""
     source, by = asked.source, asked.text("by")
     before = asked.whole("before", GREATEST)
     page = await inspector.rejections(

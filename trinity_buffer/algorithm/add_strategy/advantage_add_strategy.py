@@ -73,7 +73,7 @@ class AdvantageAddStrategy(AddStrategy):
 
     @override
     def from_rewards(self) -> RewardScorer | None:
-        """Return what the advantage function decides by rewards alone, if it does."""
+        """Return the advantage function's scorer of rewards alone, if it has one."""
         score, own = self.advantage.from_rewards(), type(self)
         overridden = (
             getattr(own, name) is not getattr(AdvantageAddStrategy, name) for name in self.deciding

@@ -96,7 +96,7 @@ def _scored_in_turn(
     runs: Runs | None = None,
     /,
 ) -> ScoredGroups:
-    """Return what becomes of the rows of groups when each stage sees what the one before kept."""
+    """Return the verdicts on groups where each stage sees the rows that the last one kept."""
     group = np.repeat(np.arange(len(sizes)), sizes)
     stays = np.ones(len(rewards), np.bool_)
     reasons = np.full(len(rewards), "filtered", object)

@@ -163,7 +163,7 @@ class OverlongPenaltyAddStrategy(add_strategy.AddStrategy):
         require(is_part, "cache_length", self.cache_length, rule)
 
     def penalty_of(self, length: int) -> float:
-        """Return what an answer of ``length`` action tokens is charged, 0 or negative."""
+        """Return the penalty of an answer of ``length`` action tokens, 0 or negative."""
         over = length - (self.max_length - self.cache_length)
         return -self.penalty * min(max(over / self.cache_length, 0.0), 1.0)
 

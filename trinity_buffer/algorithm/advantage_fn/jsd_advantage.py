@@ -47,7 +47,7 @@ def divergence_gradient(student: Tensor, teacher: Tensor, weight: float) -> tupl
 
 
 def sampled_log_ratios(student: Tensor, teacher: Tensor, weight: float) -> tuple[Tensor, Tensor]:
-    """Return what the reference uses: minus the log-ratios of the sampled token, and these.
+    """Return minus the log-ratios of the sampled token, which the reference uses, and these.
 
     By Jensen's inequality they are never positive for ``0 < w < 1``, so that the advantage grows
     with the

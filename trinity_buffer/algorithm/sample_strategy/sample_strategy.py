@@ -78,7 +78,7 @@ class SampleStrategy(arguments.Configured, ABC):
 
     @abstractmethod
     def plan(self, step: int, size: int) -> SamplePlan:
-        """Return what gradient step ``step`` takes, of ``size`` units in all."""
+        """Return the plan of gradient step ``step``, of ``size`` units in all."""
 
     @abstractmethod
     async def sample(self, step: int) -> Sampled:
@@ -107,7 +107,7 @@ class DefaultSampleStrategy(SampleStrategy):
 
     @override
     async def sample(self, step: int) -> Sampled:
-        """Return what the reader has next."""
+        """Return the reader's next experiences."""
         plan = self.plan(step, self.batch_size)
         reader = _required(self.reader)
         taken = await reader.read(plan.usual, min_policy_version=plan.min_policy_version)

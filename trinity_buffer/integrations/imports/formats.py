@@ -69,7 +69,7 @@ class _PlainUnpickler(pickle.Unpickler):
 
 
 def plain(data: bytes) -> Any:
-    """Return what a pickle of plain data holds, without running anything that is in it.
+    """Return the plain data in a pickle, without running anything that is in it.
 
     Raises:
         InvalidExperienceError: it holds something else, such as a class to call, or is cut off.

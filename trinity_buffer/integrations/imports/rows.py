@@ -23,7 +23,7 @@ from trinity_buffer.pipeline.write.batch import validate
 
 
 def name_of(path: Path) -> str:
-    """Return what a file or folder is called: a file without its ending."""
+    """Return the name of a file or folder, of a file without its ending."""
     return path.name if path.is_dir() else path.stem
 
 
@@ -325,7 +325,7 @@ class Texts:
 
 
 def only_texts(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return what `as_texts` returns, of the messages of a row.
+    """Return the messages of a row as texts, by `as_texts`.
 
     Raises:
         InvalidExperienceError: one of them holds more than texts.

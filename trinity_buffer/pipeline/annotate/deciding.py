@@ -335,7 +335,7 @@ class Decision:
 
 
 def fields_of(experience: Experience) -> dict[str, Any]:
-    """Return what a strategy can change without effect, with a mask that it cannot reach."""
+    """Return the fields that a strategy changes without effect; of the mask, a copy."""
     read = experience.__dict__.get
     fields = {name: read(name) for name in ("reward", "action_mask", "logprobs", "tokens")}
     mask = fields["action_mask"]

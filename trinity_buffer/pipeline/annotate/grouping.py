@@ -71,7 +71,7 @@ class Group:
 
     def has_all(self, runs: set[int]) -> bool:
         """Return whether ``runs`` covers the group; unplanned runs do not count."""
-        # Runs, not rows: nobody says how many turns a run has, so they all come in one write.
+        # Runs, not rows: the number of turns of a run is not planned, so they come in one write.
         if self.rollouts is None or len(runs) < self.rollouts:
             return False
         return not self.planned or runs.issuperset(range(self.rollouts))
@@ -79,7 +79,7 @@ class Group:
     @property
     def short(self) -> bool:
         """Whether a strategy gets fewer runs than there should be: they are lacking, or refused."""
-        # Where nobody said how many there should be, nothing lacks.
+        # Without a planned number, nothing is lacking.
         return self.rollouts is not None and not self.has_all(self.accepted)
 
 

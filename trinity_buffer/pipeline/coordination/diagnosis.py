@@ -92,10 +92,10 @@ def of_trainer(tx: Transaction, experiment: int, annotation_set: str) -> str:
     at_work = around.who("strategy", annotation_set)
     lacks = lacks_of(tx, experiment, strategy)
     if number and at_work is None:
-        nobody = (
+        unattended = (
             f"no process annotates set {annotation_set!r}: {counted(number, 'experience')} unseen"
         )
-        return f"{nobody}; {_describe(around, lacks)}" if lacks else nobody
+        return f"{unattended}; {_describe(around, lacks)}" if lacks else unattended
     if number and at_work is not None and not lacks:
         still = f"{counted(number, 'experience')} to decide"
         return f"strategy {annotation_set!r} ({waiting.describe_process(at_work)}) has {still}"

@@ -91,9 +91,9 @@ class LeaseWatch:
     renewed: bool = False
 
     def is_free(self, held: Held) -> bool:
-        """Return whether nobody who lives has the lease: its holder is gone, or fell silent.
+        """Return whether no live process has the lease: its holder is gone, or fell silent.
 
-        While nobody could look, as with a server that was away, its holder could not renew it.
+        Time in which the store was away does not count: the holder could not renew it either.
         """
         if held is None or is_dead(held[0]):
             return True
@@ -127,7 +127,7 @@ class Lease:
         experiment: key of the experiment.
         consumer: name of the strategy or trainer.
         ttl_s: after how long without a heartbeat another process may take it, by the monotonic
-            clock of whoever waits for it.
+            clock of the process that waits for it.
         owner: who holds it.
         token: fences those who held it before.
     """
@@ -156,8 +156,8 @@ class Lease:
     def renew(self, tx: Transaction) -> None:
         """Extend it, if it is still ours.
 
-        Put and not extended: who took it while we were paused may have left again, and a lease that
-        is nobody's would be taken from a trainer that lives.
+        Put and not extended: the process that took it while we were paused may have left again, and
+        a lease without an owner would be taken from a live trainer.
         """
         self.standing(tx)
         expires = now_us() + int(self.ttl_s * 1e6)  # as it is once the transaction has begun
@@ -167,12 +167,12 @@ class Lease:
     def standing(self, tx: Transaction) -> leases.Standing:
         """Return the last committed step and the end of the log, if the lease is still held.
 
-        It goes on being held until the transaction ends: nobody can take it meanwhile.
+        No other process can take it until the transaction ends.
 
         Raises:
             LeaseLostError: another took it.
         """
-        # One that has expired still holds: only who took it since stands in the way.
+        # An expired lease still counts as held, unless another process has taken it since.
         return leases.require(tx, self.experiment, self.consumer, token=self.token)
 
 
@@ -184,7 +184,7 @@ class StrategyLease(Lease):
     since one may be the other's caller.
 
     Attributes:
-        alone: decide without any lease, whoever else does.
+        alone: decide without a lease, even if other processes do.
         is_held: whether this process decides, as far as it knows: `standing` knows.
         held_by: who holds it in our place, when we asked last.
     """
@@ -196,7 +196,7 @@ class StrategyLease(Lease):
     _took: bool = field(default=False, init=False)
 
     async def ask(self) -> bool:
-        """Return whether this process decides; take the lease if nobody has it who lives."""
+        """Return whether this process decides; take the lease if no live process has it."""
         while not (self.is_held or self.alone):
             held = await self.database.read(leases.holder, self.experiment, self.consumer)
             if held is not None and held[0] == self.owner:
@@ -284,10 +284,10 @@ class TrainerLease(Lease):
         self.presence = waiting.Presence(self.database, self.experiment, "trainer", self.consumer)
 
     async def acquire(self, *, wait: bool) -> None:
-        """Take the lease; with ``wait``, as soon as its holder lets go, dies or falls silent.
+        """Take the lease; with ``wait``, as soon as its holder ends, dies or falls silent.
 
         Raises:
-            LeaseHeldError: somebody holds it, and ``wait`` is False.
+            LeaseHeldError: another process holds it, and ``wait`` is False.
         """
 
         async def tell() -> str:
@@ -343,15 +343,15 @@ class TrainerLease(Lease):
         return log.append(tx, of, ours, last=end)
 
     async def is_held(self) -> bool:
-        """Return whether nobody has taken over, by the store as it is now."""
+        """Return whether no other process has taken over, by the store as it is now."""
         held = await self.database.read(leases.holder, self.experiment, self.consumer)
         return held is not None and held[1] == self.token
 
     async def keep(self) -> None:
         """Renew until cancelled, or until a newer token is seen.
 
-        A store that cannot be reached ends nothing here: a lease that nobody took, though its time
-        is over, can still be renewed, and whoever works with the store hears of it.
+        A store that cannot be reached ends nothing here: an expired lease can still be renewed
+        unless another process took it, and the code that uses the store reports the error.
         """
         while self.lost is None:
             await anyio.sleep(self.ttl_s / HEARTBEATS_PER_TTL)
@@ -384,7 +384,7 @@ async def hold_lease(
     """Hold the lease of ``consumer`` inside the context, renewing it in the background.
 
     Raises:
-        LeaseHeldError: somebody holds it, and ``wait`` is False.
+        LeaseHeldError: another process holds it, and ``wait`` is False.
     """
     lease = TrainerLease(database, experiment, consumer, ttl_s)
     try:

@@ -353,7 +353,7 @@ def has_ended(row: PresenceRow) -> bool:
 
 
 def own_wait_of(row: PresenceRow) -> str:
-    """Return what a process waits for, without its description of the processes it waits for.
+    """Return why a process waits, without its description of the processes it waits for.
 
     They quote it in turn: with the whole text, each line would contain the last one and grow.
     """
@@ -528,7 +528,7 @@ class ReportedWait:
         return pause_s
 
     def _progress(self, tx: Transaction, experiment: int) -> tuple[object, bool, float]:
-        """Return what changes with progress, whether a process is at work, and the limit."""
+        """Return a mark that changes with progress, whether a process works, and the limit."""
         stored = writer_queries.config_of(tx, experiment)
         config = {} if stored is None else stored[0]
         after_s: float | None = config.get("stalled_after_s", STALLED_AFTER_S)

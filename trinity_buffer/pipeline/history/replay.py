@@ -217,7 +217,7 @@ class ReplayStream(StepStream):
         return True
 
     def _change_nothing(self, *_: Any, **__: Any) -> None:
-        """Do nothing: a replay changes no store, and no other rank waits for it."""
+        """Change nothing: a replay leaves the store as it is, and no other rank waits for it."""
 
     record = measure = fail = finish = _change_nothing
 

@@ -116,7 +116,7 @@ def _fill_buffers() -> None:
 
 
 _fill_buffers()
-# Those that threads of the parent had then, nobody gives back to the child.
+# Buffers that threads of the parent held at the fork never come back to the child.
 os.register_at_fork(after_in_child=_fill_buffers)
 
 

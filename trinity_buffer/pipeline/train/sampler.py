@@ -335,7 +335,7 @@ class StepSampler:
             lease, unfit = self._unplanned(step, groups), partial(self._unfit, s)
             lost, every = self._unwanted(s, lease), range(len(lease.groups))
             # Rejected rows are not replaced: the step gets smaller, or is selected anew if none is
-            # left. Nobody has trained it yet, so they are dropped whatever `damaged_rows` says.
+            # left. It was never trained, so they are dropped whatever `damaged_rows` says.
             places, rows, lost = self._sound_rows(s, lease, every, lost, unfit, drops=True)
             left = sorted({lease.groups[place] for place in places})
             if lost:

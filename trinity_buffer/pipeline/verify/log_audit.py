@@ -150,7 +150,7 @@ class TrainerAudit:
         )
 
     def _rows_of(self, manifest: events.BatchLeased) -> Integers:
-        """Return what `LeasedManifest.rows` says of all rows of a manifest."""
+        """Return the numbers of all rows of a manifest, as in `LeasedManifest.rows`."""
         sources = [manifest.sources[of - 1] if of else "" for of in manifest.source]
         return self._apart(manifest.annotations, sources)
 

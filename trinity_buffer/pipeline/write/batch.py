@@ -55,7 +55,7 @@ MASKS = FLOATS | INTEGERS | {"bool"}
 PER_TOKEN = ("logprobs", "token_level_reward", "teacher_logprobs", "advantages", "returns")
 TEXTS = ("response_text", "prompt_text", "truncate_status")
 LISTS = ("messages", "tools", "chosen_messages", "rejected_messages")
-NOBODY = EID()
+NO_ADDRESS = EID()
 """The default address, of an experience without one."""
 
 ROUNDING = 0.01
@@ -94,7 +94,7 @@ def _eids(batch: RecordBatch, _schema: str) -> Problem | None:
     batches, tasks, runs, steps, suffixes = batch.addresses
     if not batches:
         return "eid", f"eid is a {type(eids[0]).__name__}, it must be an EID"
-    if "" in batches and NOBODY in eids:
+    if "" in batches and NO_ADDRESS in eids:
         return "eid", "eid was never given: say batch, task, run and step"
     for field, numbers in (("eid.run", runs), ("eid.step", steps)):
         # The type too: True is 1.
