@@ -205,6 +205,56 @@ def test_episodes_of_prime_rl_are_trained(sqlite_url: str, tmp_path: Path) -> No
     assert trained(sqlite_url, "grpo") == 8
 
 
+def test_what_branches_share_is_trained_once_and_nothing_of_a_failed_trace(
+    sqlite_url: str, tmp_path: Path
+) -> None:
+    given = episode(3, "a", 1.0)
+    (trace,) = given["traces"]
+    answers = trace["nodes"][1:]
+    answers[1]["parent"] = 1
+    trace["nodes"].append({**answers[1], "token_ids": [30, 31]})
+    given["traces"].append({**trace, "ok": False, "errors": [{"type": "SandboxError"}]})
+    rows_of(tmp_path / "stream" / "0.jsonl", [given])
+    assert imported(sqlite_url, "prime-rl", tmp_path).written == 2
+    one, other = _read(sqlite_url)
+    assert one.tokens.tolist() == [0, 1, 2, 10, 11, 20, 21]
+    assert one.action_mask is not None
+    assert (one.prompt_length, one.action_mask.tolist()) == (4, [True] * 3)
+    assert other.tokens.tolist() == [0, 1, 2, 10, 11, 30, 31]
+    assert other.logprobs is not None
+    assert (other.prompt_length, other.logprobs.tolist()) == (5, [-0.5, -0.5])
+
+
+def test_the_sampling_of_prime_rls_calls_is_that_of_their_tokens(
+    sqlite_url: str, tmp_path: Path
+) -> None:
+    given = episode(3, "a", 1.0)
+    hot = {"temperature": 0.7, "top_p": 1.0, "max_tokens": 9, "extra_body": {"min_p": 0.1}}
+    given["traces"][0]["calls"] = [
+        {"node": None, "sampling": {"temperature": 0.1}},
+        {"node": 1, "sampling": {"temperature": 1.0, "logprobs": True}},
+        {"node": 2, "sampling": hot},
+    ]
+    rows_of(tmp_path / "stream" / "0.jsonl", [given])
+    assert imported(sqlite_url, "prime-rl", tmp_path).written == 2
+    neutral, bent = (one.info.get("sampling_segments") for one in _read(sqlite_url))
+    assert neutral is None
+    assert bent == [{"begin": 3, "end": 5, "temperature": 0.7, "min_p": 0.1}]
+
+
+def test_log_probs_that_prime_rl_lacks_are_not_zeros(sqlite_url: str, tmp_path: Path) -> None:
+    given = episode(3, "a", 1.0)
+    nodes = given["traces"][0]["nodes"]
+    nodes[1]["logprobs"] = []
+    rows_of(tmp_path / "stream" / "0.jsonl", [given])
+    assert imported(sqlite_url, "prime-rl", tmp_path).written == 2
+    assert [one.logprobs is None for one in _read(sqlite_url)] == [True, False]
+    nodes[2]["logprobs"] = [-0.5]
+    rows_of(tmp_path / "stream" / "0.jsonl", [given])
+    with pytest.raises(InvalidArgumentError, match=r"2 sampled tokens and 1 log-probs"):
+        imported(sqlite_url, "prime-rl", tmp_path)
+
+
 @pytest.mark.parametrize("kind", PAIRS)
 @pytest.mark.parametrize("suffix", [".jsonl", ".json", ".parquet", "saved/data-0.arrow"])
 def test_pairs_are_trained(

@@ -8,8 +8,8 @@
   in older dumps, those of the same input.
 - Episodes that prime-rl's file monitor wrote, lines of ``Episode.to_record`` of verifiers 0.4.0. An
   episode is a run of its group, a branch of one of its traces is a step; episodes of an evaluation
-  are left out. What was noted later is folded on, the newest winning: advantages become those of
-  the experience.
+  and traces that failed are left out. What was noted later is folded on, the newest winning:
+  advantages become those of the experience.
 - Buffers of Trinity-RFT 0.6.0: its SQLite files with tokens, its JSONL files with texts. In SQLite
   an experience is a row of the table ``NAME`` and a blob in ``NAME_blob``: tensors as safetensors
   and the rest as a pickle, of which only plain data is read.
@@ -35,9 +35,11 @@ from typing_extensions import override
 
 from trinity_buffer import errors
 from trinity_buffer.experience import CustomField, Experience
+from trinity_buffer.explorer.server import changes
 from trinity_buffer.identity import EID, Key
 from trinity_buffer.integrations.imports.rows import Row, Rows, Texts, name_of, only_texts, tools_of
 from trinity_buffer.pipeline.store import Store
+from trinity_buffer.sampling import SEGMENTS
 from trinity_buffer.store.sqlite import dbapi2
 from trinity_buffer.writer import BufferWriter, WriteReceipt
 
@@ -265,6 +267,7 @@ def _episode(
         mask = [value for node in nodes for value in node["mask"]]
         # A prompt has at least one token, without which the first could not be scored.
         start = max(mask.index(True), 1)
+        logprobs, sampling = _spread(nodes), list(_sampling(nodes, start))
         messages = [node["message"] for node in nodes]
         only_texts(messages)
         noted = notes.get((trace["id"], index))
@@ -275,12 +278,13 @@ def _episode(
             tokens=ids,
             prompt_length=start,
             action_mask=mask[start:],
-            logprobs=_spread(nodes)[start:],
+            logprobs=None if logprobs is None else logprobs[start:],
             advantages=advantages,
             reward=sum(r["score"] * r.get("weight", 1.0) for r in rewards if r is not None),
             messages=messages,
             info={
                 **({"model_version": policy["start"]} if "start" in policy else {}),
+                **({SEGMENTS: sampling} if sampling else {}),
                 "trace": trace["id"],
                 "agent": (trace.get("agent") or {}).get("name"),
             },
@@ -290,11 +294,16 @@ def _episode(
 def _branches(
     episode: dict[str, Any],
 ) -> Iterator[tuple[dict[str, Any], int, list[dict[str, Any]]]]:
-    """Yield trace, index and nodes, from the first message to the last, of each branch."""
+    """Yield trace, index and nodes, from the first message to the last, of each branch.
+
+    As prime-rl does: nothing of a trace that failed, and the mask of what several branches share is
+    that of its first branch alone.
+    """
     for trace in episode.get("traces") or []:
-        if not (trace.get("agent") or {}).get("trainable", True):
+        if not ((trace.get("agent") or {}).get("trainable", True) and trace.get("ok", True)):
             continue
-        nodes = trace["nodes"]
+        calls = {call.get("node"): call.get("sampling") for call in trace.get("calls") or []}
+        nodes = [{**node, "sampling": calls.get(at)} for at, node in enumerate(trace["nodes"])]
         parents = {node.get("parent") for node in nodes}
         # A trace is a tree of messages: each path to a leaf was sampled as one text.
         for index, leaf in enumerate(at for at in range(len(nodes)) if at not in parents):
@@ -302,18 +311,42 @@ def _branches(
             at: int | None = leaf
             while at is not None:
                 path.insert(0, nodes[at])
+                nodes[at] = {**nodes[at], "mask": [False] * len(nodes[at].get("mask") or ())}
                 at = nodes[at].get("parent")
             if any(node.get("mask") and any(node["mask"]) for node in path):
                 yield trace, index, path
 
 
-def _spread(nodes: Sequence[dict[str, Any]]) -> list[float]:
-    """Return a log-probability for each token: 0 for what was not sampled."""
+def _spread(nodes: Sequence[dict[str, Any]]) -> list[float] | None:
+    """Return a log-probability for each token, 0 for what was not sampled; None: some lack it.
+
+    Raises:
+        InvalidExperienceError: a message has another number of them than of sampled tokens.
+    """
     values: list[float] = []
     for node in nodes:
-        sampled = iter(node.get("logprobs") or [])
-        values += [next(sampled, 0.0) if sampled_here else 0.0 for sampled_here in node["mask"]]
+        sampled, held = sum(node["mask"]), node.get("logprobs") or []
+        if sampled and not held:
+            return None  # zeros would be believed
+        if sampled and len(held) != sampled:
+            raise errors.InvalidExperienceError(
+                f"a message has {sampled} sampled tokens and {len(held)} log-probs"
+            )
+        given = iter(held)
+        values += [next(given) if sampled_here else 0.0 for sampled_here in node["mask"]]
     return values
+
+
+def _sampling(nodes: Sequence[dict[str, Any]], start: int) -> Iterator[dict[str, Any]]:
+    """Yield how messages were sampled, where that changes the probabilities of their tokens."""
+    end = 0
+    for node in nodes:
+        begin, end = end, end + len(node["mask"])
+        asked = dict(node["sampling"] or {})
+        options = changes({**(asked.pop("extra_body", None) or {}), **asked})
+        if options and any(node["mask"]):
+            first = max(begin + node["mask"].index(True), start)
+            yield {"begin": first, "end": end, **options}
 
 
 def read_sft(path: Path, texts: Texts, rows: Rows) -> Iterator[Experience]:
