@@ -44,6 +44,9 @@ class Sample:
     status: Status = Status.COMPLETED
     metadata: dict[str, Any] = field(default_factory=dict)
     multimodal_inputs: dict[str, Any] | None = None
+    remove_sample: bool = False
+    teacher_log_probs: list[float] | None = None
+    train_metadata: dict[str, Any] | None = None
 
 
 @pytest.fixture
@@ -75,7 +78,10 @@ def group(number: int) -> list[Sample]:
                 label="4",
                 reward=float(torch.rand((), generator=draw)),
                 loss_mask=[1] * (size - 1) + [run % 2],
-                weight_versions=["3"],
+                weight_versions=["3", "4"][: 1 + number % 2],
+                remove_sample=run == 1,
+                teacher_log_probs=[-0.25] * size if number % 2 else None,
+                train_metadata={"loss": "sft"} if run else None,
                 rollout_log_probs=(-torch.rand(size, generator=draw)).tolist(),
                 status=Sample.Status.TRUNCATED if run == 0 else Sample.Status.COMPLETED,
                 metadata={"from": number},
@@ -161,6 +167,16 @@ def test_rows_that_say_no_temperature_are_handed_out_as_before(slime: Any, tmp_p
     source.add_samples([group(number) for number in range(PER_STEP)])
     source.args.rollout_temperature = 0.7
     assert len(source.get_samples(PER_STEP)) == PER_STEP
+    source.close()
+
+
+def test_what_slimes_trainer_reads_beside_tokens_comes_back(slime: Any, tmp_path: Path) -> None:
+    source = slime.StoreDataSource(args(tmp_path))
+    source.add_samples([group(number) for number in range(PER_STEP)])
+    one, removed, _ = source.get_samples(PER_STEP)[1]
+    assert (one.weight_versions, one.remove_sample, one.train_metadata) == (["3", "4"], False, None)
+    assert (removed.remove_sample, removed.train_metadata) == (True, {"loss": "sft"})
+    assert removed.teacher_log_probs == [-0.25] * removed.response_length
     source.close()
 
 

@@ -24,6 +24,12 @@ from trinity_buffer.sampling import SEGMENTS, not_neutral
 SAMPLING = ("temperature", "top_p", "top_k")
 """Options of slime that change the probabilities of tokens, ``rollout_`` before their names."""
 
+CARRIED = (
+    *("weight_versions", "remove_sample", "train_metadata", "teacher_log_probs"),
+    *("mopd_teacher_log_probs", "rollout_routed_experts"),
+)
+"""Fields that slime's trainer reads and the store does not: handed back as they were."""
+
 
 class StoreDataSource:
     """Groups that were sampled: recorded by `add_samples`, handed out once by `get_samples`.
@@ -157,12 +163,18 @@ def _experience(run: int, sample: Sample, sampling: Mapping[str, Any]) -> Experi
             "label": sample.label,
             "status": sample.status.value,
             "metadata": dict(sample.metadata),
+            "carried": {
+                name: value
+                for name in CARRIED
+                if (value := getattr(sample, name, None)) is not None and value is not False
+            },
         },
     )
 
 
 def _sample(row: Experience) -> Sample:
     version = row.info.get("model_version")
+    versions = [] if version is None else [str(version)]  # of rows of earlier releases
     return Sample(
         group_index=row.info["group_index"],
         index=row.info["index"],
@@ -173,8 +185,8 @@ def _sample(row: Experience) -> Sample:
         label=row.info["label"],
         reward=row.reward,
         loss_mask=None if row.action_mask is None else row.action_mask.int().tolist(),
-        weight_versions=[] if version is None else [str(version)],
         rollout_log_probs=None if row.logprobs is None else row.logprobs.tolist(),
         status=Sample.Status(row.info["status"]),
         metadata=row.info["metadata"],
+        **{"weight_versions": versions, **row.info.get("carried", {})},
     )
