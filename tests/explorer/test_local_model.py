@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import math
+import shutil
 from pathlib import Path
 
 import anyio
 import pytest
 import torch
+from transformers import GenerationConfig
 
 from trinity_buffer.demo.tiny_model import make_tiny_model
 from trinity_buffer.errors import CheckpointError, InvalidArgumentError
 from trinity_buffer.explorer.conversation import Completion
 from trinity_buffer.explorer.local_model import LocalModel
+from trinity_buffer.trainer.causal_lm import CausalLM
 from trinity_buffer.trainer.token_scores import token_scores
 
 
@@ -75,6 +78,29 @@ async def test_a_model_with_other_weights_keeps_its_tokenizer(tiny: Path, tmp_pa
     assert (await answers(loaded, PROMPTS)) != (await answers(model, PROMPTS))
     with pytest.raises(CheckpointError, match="nothing to load there"):
         model.load(str(tmp_path / "gone"))
+
+
+def test_a_model_with_other_weights_computes_where_the_first_one_did(tiny: Path) -> None:
+    model = LocalModel(tiny)
+    model.model.to("meta")
+    assert model.load(str(tiny)).model.device.type == "meta"
+
+
+async def test_a_model_with_other_weights_ends_where_the_first_one_did(
+    tiny: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(tiny, tmp_path / "tiny")
+    GenerationConfig(eos_token_id=[5, 6]).save_pretrained(tmp_path / "tiny")
+    model = LocalModel(tmp_path / "tiny")
+    CausalLM(model.model).save(tmp_path / "published")
+    loaded = model.load(str(tmp_path / "published"))
+    with torch.no_grad():  # a head that says one thing
+        loaded.model.lm_head.weight[:] = 0
+        loaded.model.lm_head.weight[6] = 1e3
+        loaded.model.model.norm.weight[:] = 1
+        loaded.model.model.embed_tokens.weight[:] = 1
+    (said,) = await answers(loaded, ["x"])
+    assert (said.token_ids, said.finish_reason) == ([6], "stop")
 
 
 async def test_pictures_are_refused(tiny: Path) -> None:

@@ -87,10 +87,12 @@ class LocalModel:
             CheckpointError: they are not there.
         """
         try:
-            model = load_causal_lm(uri)
+            model = load_causal_lm(uri).to(self.model.device)
         except InvalidArgumentError as error:
             raise CheckpointError(str(error)) from error
         options: dict[str, Any] = {"temperature": self._temperature, "max_tokens": self._max_tokens}
+        # Checkpoints hold no generation_config, which may name further ends.
+        model.generation_config = getattr(self.model, "generation_config", None)
         return type(self)(model, self.tokenizer, max_rows=self._max_rows, **options)
 
     async def chat(
