@@ -12,7 +12,7 @@ from tests.trainer.data import RUNS, recorded, rollouts, solutions
 from tests.whole_stores import replayed_steps
 from trinity_buffer import open_store, run_strategy
 from trinity_buffer.algorithm import build
-from trinity_buffer.errors import InvalidArgumentError
+from trinity_buffer.errors import InvalidArgumentError, TrainingError
 from trinity_buffer.experience import Experience
 
 STEP: dict[str, Any] = {"strategy": "grpo", "groups_per_step": 2, "tokens_per_microbatch": 20}
@@ -74,6 +74,13 @@ async def test_where_some_rows_recorded_theirs_a_mask_tells_which(
     assert masks.dtype == torch.bool
     assert masks.tolist() == [slot != LACKING for slot in slots]
     assert len({frozenset(microbatch) for microbatch in step.microbatches}) == 1
+
+
+async def test_a_trainer_of_tokens_is_given_no_zeros_for_log_probs(store_url: str) -> None:
+    async with open_store(store_url) as store:
+        step = await served(await annotated(store, without(LACKING)))
+    with pytest.raises(TrainingError, match=r"row b0/0/1/0/ has no log-prob.*needs="):
+        step.microbatches[0].require_plain(1.0)
 
 
 async def test_a_loss_that_would_read_a_row_that_nobody_recorded_names_it(store_url: str) -> None:

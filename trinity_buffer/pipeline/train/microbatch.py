@@ -164,9 +164,16 @@ class MicroBatch(Mapping[str, Any]):
 
         Raises:
             TrainingError: rows have other inputs such as pictures, were sampled at another
-                temperature, or cannot be scored; see `require_scorable`.
+                temperature, lack log-probabilities that others have, or cannot be scored; see
+                `require_scorable`.
         """
         self.require_scorable()
+        for uid in self.unrecorded.values():
+            raise TrainingError(
+                f"row {uid} has no log-probabilities and others of the step have, so that the "
+                "trainer would take zeros for them: store logprobs= with it, or ask the stream for "
+                "needs=('logprobs',), which rejects such rows"
+            )
         if any(self.multi_modal_inputs):
             raise TrainingError(
                 "rows of the step have multi_modal_inputs, such as pixels, and the trainer is "
