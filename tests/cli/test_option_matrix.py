@@ -247,6 +247,9 @@ _FILTERS = (
 REFUSED = {
     " ".join(f"strategy={name}" for name in _FILTERS): "only chooses",
     "strategy=overlong_penalty": "needs max_length",
+    " ".join(
+        f"algorithm_args.kl_penalty_fn={name}" for name in KL_FN.names() if name != "none"
+    ): "lowers rewards in the trainer",
     " ".join(f"algorithm_args.advantage_fn={name}" for name in _STORED): "name it as add_strategy",
     "algorithm_args.advantage_fn=jsd": "needs teacher_logprobs",
     "algorithm_args.advantage_fn=on_policy_distill": "needs teacher_logprobs",

@@ -13,6 +13,7 @@ from trinity_buffer.algorithm.add_strategy.add_strategy import ADD_STRATEGY
 from trinity_buffer.algorithm.advantage_fn.advantage_fn import ADVANTAGE_FN, TrainerAdvantage
 from trinity_buffer.algorithm.algorithm import ALGORITHM_TYPE, PARTS, AlgorithmType, Recipe
 from trinity_buffer.algorithm.entropy_loss_fn.entropy_loss_fn import ENTROPY_LOSS_FN, EntropyLossFn
+from trinity_buffer.algorithm.functional import keep
 from trinity_buffer.algorithm.kl_fn.kl_fn import KL_FN, KLFn
 from trinity_buffer.algorithm.layout import BatchLayout
 from trinity_buffer.algorithm.policy_loss_fn.policy_loss_fn import POLICY_LOSS_FN, PolicyLossFn
@@ -232,11 +233,15 @@ class Algorithm:
                 own.register_hook(weigh)
         loss, of_policy = self.policy_loss(logprob=own, layout=layout, **tensors)
         if logprob.requires_grad and logprob.numel() and not _is_reached(own, loss):
-            raise InvalidArgumentError(
-                f"the loss of {type(reader).__name__} does not depend on logprob, so that no "
-                "training would lower it: compute it from logprob itself, without detach(), "
-                "item(), numpy() or torch.no_grad()"
-            )
+            mask = batch.get("action_mask")
+            if mask is None or bool(mask.any()):
+                raise InvalidArgumentError(
+                    f"the loss of {type(reader).__name__} does not depend on logprob, so that no "
+                    "training would lower it: compute it from logprob itself, without detach(), "
+                    "item(), numpy() or torch.no_grad()"
+                )
+            # A constant is right where nothing is acted; it goes backward as all others do.
+            loss = loss + keep(mask, own).sum()
         metrics.update(of_policy)
         if self.choices["entropy_loss_fn"].name != "none" and entropy is not None:
             mask = needed(batch, "action_mask", self.entropy_loss)
@@ -297,7 +302,7 @@ def build(algorithm: str | type[AlgorithmType], **user: Any) -> Algorithm:
     Raises:
         UnknownNameError: a name that is not registered.
         InvalidArgumentError: an argument that nothing takes, or one that is missing; a correction
-            of the log-probabilities that an expert's rows do not have.
+            of the log-probabilities that an expert's rows do not have; a penalty without effect.
     """
     arguments.refuse_unknown("build", user, ACCEPTED)
     kind = ALGORITHM_TYPE.get(algorithm) if isinstance(algorithm, str) else algorithm
@@ -327,6 +332,13 @@ def build(algorithm: str | type[AlgorithmType], **user: Any) -> Algorithm:
     if advantage is not None and not advantage.cls.compute_in_trainer():
         raise InvalidArgumentError(
             f"advantage_fn {advantage.name!r} works on stored experiences: name it as add_strategy"
+        )
+    penalty = choices["kl_penalty_fn"].name
+    if penalty != "none" and not (advantage is not None and advantage.cls.reads_rewards):
+        raise InvalidArgumentError(
+            f"kl_penalty_fn={penalty!r} lowers rewards in the trainer, where nothing of algorithm "
+            f"{kind.name()!r} reads them: choose kl_loss_fn={penalty!r}, or an advantage_fn that "
+            "the trainer computes, such as 'grpo_verl'"
         )
     loss = policy.make(backend="trinity")
     require_correctable(choices["importance_correction"].name, loss)

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from trinity_buffer.algorithm import (
     ALGORITHM_TYPE,
@@ -12,6 +13,7 @@ from trinity_buffer.algorithm import (
     AlgorithmType,
     BatchLayout,
     GRPOAddStrategy,
+    PolicyLossFn,
     build,
     effective_args,
 )
@@ -152,6 +154,37 @@ def test_the_loss_is_policy_minus_entropy_plus_divergence() -> None:
     expected = plain - 0.25 * metrics["actor/entropy_loss"] + 0.5 * metrics["actor/kl_loss"]
     assert float(whole) == pytest.approx(float(expected))
     assert metrics["actor/kl_loss"] > 0
+
+
+class Early(PolicyLossFn):
+    """Has nothing to compute where nothing is acted."""
+
+    @override
+    def __call__(self, logprob: Tensor, action_mask: Tensor, *, layout: Any = None) -> Any:
+        """Return a number without history, or the sum."""
+        if not action_mask.any():
+            return torch.zeros(()), {}
+        return (logprob * action_mask).sum(), {}
+
+
+@pytest.mark.parametrize("kl", ["none", "k2"])
+def test_a_loss_may_be_a_constant_where_nothing_is_acted(kl: str) -> None:
+    batch, logprob = microbatch(), microbatch()["old_logprob"].requires_grad_()
+    batch["action_mask"] = torch.zeros_like(batch["action_mask"])
+    algorithm = build("grpo", policy_loss_fn=Early, kl_loss_fn=kl, entropy_loss_fn="none")
+    loss, _ = algorithm.loss(logprob, batch)
+    loss.backward()
+    assert logprob.grad is not None
+    assert (loss.item(), logprob.grad.abs().sum().item()) == (0.0, 0.0)
+
+
+@pytest.mark.parametrize("name", ["grpo", "sft", "on_policy_distill"])
+def test_a_penalty_on_rewards_that_nothing_reads_is_refused(name: str) -> None:
+    with pytest.raises(
+        InvalidArgumentError, match=r"'k1' lowers rewards .* choose kl_loss_fn='k1'"
+    ):
+        build(name, kl_penalty_fn="k1")
+    build("grpo_verl", kl_penalty_fn="k1")
 
 
 def test_a_correction_weighs_the_advantages() -> None:
