@@ -11,7 +11,10 @@ from typing import Any
 import anyio
 import pytest
 import torch
-from starlette.responses import Response
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
 
 from tests.contract.making import group, opened
 from tests.explorer.vllm_dialect import VLLM, served
@@ -55,6 +58,7 @@ def scores_of(model: Any, said: Completion) -> torch.Tensor:
     return token_scores(model, {"input_ids": ids}).logprob[0, len(said.prompt_ids) :]
 
 
+ASKED = ("v1/completions", "generate")
 HELLO = [{"role": "user", "content": "hello"}]
 NEUTRAL = {
     "temperature": 1.0,
@@ -111,6 +115,43 @@ async def test_ids_and_log_probs_come_with_what_was_said(url: str, vllm: VLLM) -
         )
     assert len(vllm.asked) == 3
     assert all({key: body[key] for key in NEUTRAL} == NEUTRAL for body in vllm.asked)
+
+
+@pytest.mark.parametrize("dialect", ["vllm", "sglang"])
+@pytest.mark.parametrize(
+    "answer",
+    [
+        {"choices": [{"token_ids": [4], "logprobs": {"token_logprobs": [None]}}]},
+        {"choices": [{"token_ids": [4], "logprobs": {"content": [{"logprob": None}]}}]},
+        {"choices": ["ok"], "meta_info": {"output_token_logprobs": [[None, 4, None]]}},
+        ["ok"],
+    ],
+    ids=["null", "null in a chat", "a text", "a list"],
+)
+async def test_an_answer_that_cannot_be_read_may_be_asked_for_again(
+    dialect: Any, answer: Any
+) -> None:
+    async def complete(request: Request) -> Response:
+        return JSONResponse(answer)
+
+    routes = [Route(f"/{path}", complete, methods=["POST"]) for path in ASKED]
+    with served(Starlette(routes=routes)) as url:
+        async with asking(url, model="m", dialect=dialect, require_ids=False) as model:
+            if dialect == "sglang" and "meta_info" not in answer and isinstance(answer, dict):
+                assert (await model.complete([1])).logprobs is None
+                return
+            with pytest.raises(InferenceServerError, match="no whole completion"):
+                await model.complete([1])
+
+
+async def test_a_server_without_checksums_tells_none() -> None:
+    async def check(request: Request) -> Response:
+        return JSONResponse({})
+
+    app = Starlette(routes=[Route("/weight_checker", check, methods=["POST"])])
+    with served(app) as url:
+        async with Server(url) as server:
+            assert await server.weight_checksum() is None
 
 
 async def test_what_is_asked_for_wins_over_the_neutral_values(url: str, vllm: VLLM) -> None:

@@ -279,15 +279,17 @@ async def test_a_stream_brings_the_same_and_is_recorded(
         assert [c for chunk in chunks for c in chunk.choices[0].delta.tool_calls or ()]
 
 
+@pytest.mark.parametrize("in_parts", [False, True])
 async def test_of_several_choices_each_is_a_run_and_the_chosen_one_goes_on(
-    store_url: str, upstream: str
+    store_url: str, upstream: str, *, in_parts: bool
 ) -> None:
     async with recording(store_url, upstream) as url:
         async with client(f"{url}/rollouts/t/4") as agent:
             asked: Any = {"model": "tiny"}
             answer = await agent.chat.completions.create(messages=HELLO, n=3, **asked)
             texts = [choice.message.content for choice in answer.choices]
-            chosen = {"role": "assistant", "content": texts[1]}
+            parts = [{"type": "text", "text": f"{texts[1]}\n"}]
+            chosen: Any = {"role": "assistant", "content": parts if in_parts else texts[1]}
             await agent.chat.completions.create(messages=[*HELLO, chosen, *HELLO], **asked)
         for run in (4, 5, 6):
             assert (await reward(url, f"t/{run}", run)).status_code == 200

@@ -361,10 +361,11 @@ async def test_a_request_of_the_wrong_form_is_refused_before_it_is_passed_on(
     calls: list[Any] = ["x", [5], [{"function": "x"}]]
     wrong: list[dict[str, Any]] = [{"tools": 5}, {"tools": [5]}]
     wrong += [{"messages": [{"role": "assistant", "tool_calls": one}]} for one in calls]
+    wrong += [{"prompt": ["a", "b"]}, {"prompt": [[1], [2]]}]
     async with recording(sqlite_url, upstream) as url:
         told = [await chat(url, "t/0", **body) for body in wrong]
         told += [await chat(url, name) for name in (f"t/{'9' * 5000}", "t%2Fx/0", f"{'t' * 300}/0")]
-    assert [one.status_code for one in told] == [400] * 8
+    assert [one.status_code for one in told] == [400] * 10
     assert all(len(one.json()["error"]["message"]) < 200 for one in told)
     assert scripted.asked == 0
 

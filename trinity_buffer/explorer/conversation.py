@@ -10,7 +10,7 @@ import json
 import logging
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 from hashlib import sha256
@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 from jinja2 import TemplateError
 
-from trinity_buffer.errors import InvalidArgumentError
+from trinity_buffer.errors import InferenceServerError, InvalidArgumentError
 from trinity_buffer.experience import Experience
 from trinity_buffer.sampling import MODE, SEGMENTS
 
@@ -125,6 +125,22 @@ class Completion:
             spoken["tool_calls"] = [dict(call) for call in self.tool_calls]
         spoken.completion = self
         return spoken
+
+
+@contextmanager
+def understanding(root: str) -> Iterator[None]:
+    """Read what the server at ``root`` answers inside the context.
+
+    Raises:
+        InferenceServerError: it cannot be read.
+    """
+    try:
+        yield
+    except (AttributeError, KeyError, TypeError, ValueError, OverflowError) as error:
+        reason = f"{type(error).__name__}: {error}"
+        raise InferenceServerError(
+            f"{root}: its answer is no whole completion ({reason})"
+        ) from error
 
 
 class SaidMessage(dict[str, Any]):

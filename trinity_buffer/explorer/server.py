@@ -19,7 +19,7 @@ from typing import Any, Literal, NoReturn, Self
 import anyio.to_thread
 
 from trinity_buffer import errors
-from trinity_buffer.explorer.conversation import ChatFormat, Completion, as_texts
+from trinity_buffer.explorer.conversation import ChatFormat, Completion, as_texts, understanding
 from trinity_buffer.explorer.explore import use_newest
 from trinity_buffer.explorer.local_model import load_tokenizer
 from trinity_buffer.lazy import extra
@@ -165,8 +165,10 @@ class Server:
             answer = await self.post("/weight_checker", {"action": "checksum"})
         except errors.InferenceServerError:
             return None
-        checksums = json.dumps(answer.get("checksums"), sort_keys=True)
-        return hashlib.sha256(checksums.encode()).hexdigest()
+        checksums = answer.get("checksums") if isinstance(answer, Mapping) else None
+        if not checksums:
+            return None
+        return hashlib.sha256(json.dumps(checksums, sort_keys=True).encode()).hexdigest()
 
     async def close(self) -> None:
         """Close the connections."""
@@ -310,12 +312,13 @@ LEAVE_OUT = "pass require_ids=False if nothing of this shall be trained"
 def completion_of(answer: Mapping[str, Any], choice: Mapping[str, Any]) -> Completion:
     """Return a choice of an answer, to a chat or to a text; what it lacks is empty."""
     message, logprobs = choice.get("message") or {}, choice.get("logprobs") or {}
+    sampled = logprobs.get("token_logprobs")
     if (content := logprobs.get("content")) is not None:
-        logprobs = {"token_logprobs": [float(token["logprob"]) for token in content]}
+        sampled = [token["logprob"] for token in content]
     return Completion(
         prompt_ids=choice.get("prompt_token_ids") or answer.get("prompt_token_ids") or (),
         token_ids=choice.get("token_ids") or (),
-        logprobs=logprobs.get("token_logprobs"),
+        logprobs=None if sampled is None else list(map(float, sampled)),
         text=message.get("content") or choice.get("text") or "",
         tool_calls=message.get("tool_calls") or (),
         reasoning=reasoning_in(message),
@@ -565,7 +568,8 @@ class OpenAIModel:
             sampling["max_new_tokens"] = most
         body = {"input_ids": ids_or_text, "sampling_params": sampling, "return_logprob": True}
         answer = await self.server.post("/generate", body)
-        made = replace(generated(answer, ids_or_text), **self._marks)
+        with understanding(self.server.root):
+            made = replace(generated(answer, ids_or_text), **self._marks)
         if self._require_ids:
             require_whole(answer, [made], self.server.root)
         return made
@@ -592,12 +596,13 @@ class OpenAIModel:
             require_sampled(asked, self._logprobs_mode)
         before = await self._weights.now()
         answer = await self.server.post(path, asked)
-        choices = answer.get("choices") or []
-        if not choices:
-            raise errors.InferenceServerError(
-                f"the server answered without a choice: {str(answer)[:300]}"
-            )
-        made = completion_of(answer, choices[0])
+        with understanding(self.server.root):
+            choices = answer.get("choices") or []
+            if not choices:
+                raise errors.InferenceServerError(
+                    f"the server answered without a choice: {str(answer)[:300]}"
+                )
+            made = completion_of(answer, choices[0])
         if self._require_ids:
             require_whole(answer, [made], self.server.root)
         (made,) = await self._weights.stamped([made], before, **self._marks)

@@ -8,8 +8,8 @@ from __future__ import annotations
 import json
 import logging
 from array import array
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
-from contextlib import aclosing, asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, Literal
@@ -26,7 +26,7 @@ from starlette.routing import Route
 
 from trinity_buffer import errors
 from trinity_buffer.explorer import server
-from trinity_buffer.explorer.conversation import Completion
+from trinity_buffer.explorer.conversation import Completion, understanding
 from trinity_buffer.pipeline.coordination.waiting import task_group
 from trinity_buffer.recorder.guard import refusal, status_of
 from trinity_buffer.recorder.recording import Recording, Rollout, Turn
@@ -43,6 +43,12 @@ def require_request(body: Any) -> None:
         raise errors.InvalidArgumentError("a request must be a JSON object")
     if not isinstance(body.get("stream_options") or {}, dict):
         raise errors.InvalidArgumentError("stream_options must be a JSON object")
+    prompts = body.get("prompt")
+    if isinstance(prompts, list) and len(prompts) > 1 and not isinstance(prompts[0], int):
+        raise errors.InvalidArgumentError(
+            f"prompt is a list of {len(prompts)}: send each prompt in a request of its own, else "
+            "they would become runs of one task, which are compared with each other"
+        )
     for key in ("messages", "tools"):
         if not _is_objects(body.get(key)):
             raise errors.InvalidArgumentError(f"{key} must be a list of JSON objects")
@@ -59,22 +65,6 @@ def _has_calls(message: Mapping[str, Any]) -> bool:
     """Return whether what a message has for tool calls are some."""
     calls = message.get("tool_calls")
     return _is_objects(calls) and _is_objects([call.get("function") or {} for call in calls or ()])
-
-
-@contextmanager
-def understanding(root: str) -> Iterator[None]:
-    """Read what the server at ``root`` answers inside the context.
-
-    Raises:
-        InferenceServerError: it cannot be read.
-    """
-    try:
-        yield
-    except (AttributeError, KeyError, TypeError, ValueError, OverflowError) as error:
-        reason = f"{type(error).__name__}: {error}"
-        raise errors.InferenceServerError(
-            f"{root}: its answer is no whole completion ({reason})"
-        ) from error
 
 
 def asked_of_upstream(path: str, body: Mapping[str, Any]) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from typing_extensions import override
 
 from trinity_buffer import errors
 from trinity_buffer.experience import Experience
-from trinity_buffer.explorer.conversation import Completion, experiences_of
+from trinity_buffer.explorer.conversation import Completion, as_texts, experiences_of
 from trinity_buffer.explorer.server import reasoning_in
 from trinity_buffer.identity import EID, TURNS, require_name
 from trinity_buffer.pipeline.coordination.waiting import one_line
@@ -349,7 +349,8 @@ def _turn_of(stored: Experience) -> Turn:
 
 def _answer(message: Mapping[str, Any]) -> tuple[str, list[tuple[Any, ...]]]:
     """Return the text and the tool calls of a message, by which an answer is known again."""
-    return message.get("content") or "", [
+    text = as_texts([message])[0].get("content") or ""
+    return text.strip(), [  # clients send it in parts, or without its blanks
         (call.get("id"), function.get("name"), _parsed(function.get("arguments")))
         for call in message.get("tool_calls") or ()
         for function in [call.get("function") or {}]
