@@ -308,6 +308,21 @@ def test_tools_and_arguments_reach_the_chat_template(
     assert found.tools == TOOLS
 
 
+@pytest.mark.parametrize("suffix", [".parquet", "saved/data-0.arrow"])
+def test_keys_of_other_rows_reach_no_chat_template(
+    suffix: str, sqlite_url: str, tmp_path: Path, tokenizer: Path
+) -> None:
+    """A table has one type for all rows, and null for the keys that a row lacks."""
+    row = {**DEMONSTRATIONS["messages"], "tools": TOOLS}
+    strict = [{"type": "function", "function": {"name": "three", "strict": True}}]
+    other = {**DEMONSTRATIONS["messages"], "tools": strict}
+    path = rows_of(tmp_path / f"x{suffix}", [row, other])
+    imported(sqlite_url, "sft", path.parent if suffix != ".parquet" else path, tokenizer)
+    first, second = _read(sqlite_url)
+    assert first.tools == TOOLS  # what the template is given
+    assert second.tools == strict
+
+
 @pytest.mark.parametrize("name", CALLED)
 @pytest.mark.parametrize("column", ["image", "images", "videos", "audio"])
 def test_a_row_with_pictures_is_refused_by_file_and_line(

@@ -184,13 +184,25 @@ def _whole(path: Path) -> Iterator[tuple[str, Any]]:
 
 def _parquet(path: Path) -> Iterator[tuple[str, Any]]:
     batches = extra("pyarrow.parquet", "parquet").ParquetFile(path).iter_batches()
-    return _numbered(path, (row for batch in batches for row in batch.to_pylist()))
+    return _numbered(path, (_given(row) for batch in batches for row in batch.to_pylist()))
 
 
 def _arrow(path: Path) -> Iterator[tuple[str, Any]]:
     with extra("pyarrow", "parquet").memory_map(str(path)) as file:
         batches = extra("pyarrow.ipc", "parquet").open_stream(file)
-        yield from _numbered(path, (row for batch in batches for row in batch.to_pylist()))
+        yield from _numbered(path, (_given(row) for batch in batches for row in batch.to_pylist()))
+
+
+def _given(value: Any) -> Any:
+    """Return ``value`` of an Arrow table without the nulls that it puts for keys of other rows.
+
+    A chat template would write them into tools and the arguments of calls.
+    """
+    if isinstance(value, list):
+        return [_given(item) for item in value]
+    if isinstance(value, dict):
+        return {key: _given(item) for key, item in value.items() if item is not None}
+    return value
 
 
 def _numbered(path: Path, values: Iterable[Any]) -> Iterator[tuple[str, Any]]:
