@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import anyio
@@ -388,6 +389,48 @@ async def test_a_version_that_was_never_published_is_warned_of_once(
     said = [line for line in caplog.messages if "model_version=9" in line]
     assert len(said) == is_warned
     assert all("the newest policy that is published is 2" in line for line in said)
+
+
+async def test_a_run_that_outlives_a_rewind_of_the_trainer_is_not_warned_of(
+    sqlite_url: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    loaded: list[str] = []
+
+    class Model:
+        def load(self, uri: str) -> Model:
+            loaded.append(Path(uri).name)
+            return self
+
+    async with tb.open_store(sqlite_url) as store:
+        experiment = await store.experiment("run", config={"rollouts_per_group": 1})
+        given = [experience() for _ in range(5)]
+        for number, one in enumerate(given):
+            one.eid = tb.EID("given", number)
+        await experiment.writer("e0").write(given)
+
+        async def train(up_to: int, name: str, **options: Any) -> None:
+            stream = experiment.train_stream(strategy=None, groups_per_step=1, **options)
+            async with stream as steps:
+                async for step in steps:
+                    path = tmp_path / f"{name}{step.step}"
+                    path.write_text(name)
+                    await steps.commit(step, checkpoint=path)
+                    if step.step == up_to:
+                        return
+
+        async def rollout(task: str, model: Model) -> list[tb.Experience]:
+            await train(2, "second", resume_from=1)
+            with anyio.fail_after(60):
+                while loaded[-1] != "second2":
+                    await anyio.sleep(0.01)
+            return [experience()]
+
+        await train(3, "first")
+        options: dict[str, Any] = {"actor": "e1", "tasks": ["ant"], "rollout": rollout}
+        await tb.explore(experiment, **options, model=Model(), rollouts_per_group=1)
+        versions = [one.policy_version async for one in experiment.read(batch="epoch0-0")]
+    assert versions == [3]
+    assert "model_version" not in caplog.text
 
 
 async def test_a_misspelt_option_is_named(sqlite_url: str) -> None:

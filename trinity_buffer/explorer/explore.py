@@ -576,12 +576,15 @@ class _TaskListExplorer(_Explorer):
             experience.eid = EID(run.batch, run.task, run.run, step)
             if version is not None:
                 experience.info = {"model_version": version} | experience.info
-        await self._doubt_versions(run, [e.info.get("model_version") for e in made])
+        await self._doubt_versions(run, [e.info.get("model_version") for e in made], version)
         return made
 
-    async def _doubt_versions(self, run: EID, versions: Sequence[Any]) -> None:
-        """Warn once of a version that was never published: its rows would look fresh for long."""
-        said = max((version for version in versions if type(version) is int), default=0)
+    async def _doubt_versions(self, run: EID, versions: Sequence[Any], own: int | None) -> None:
+        """Warn once of a version that was never published: its rows would look fresh for long.
+
+        The ``own`` one of its weights was; since then the trainer may have been rewound.
+        """
+        said = max((v for v in versions if type(v) is int and v != own), default=0)
         if said <= max(self._known_version, self._weights.version or 0):
             return
         newest = await self.experiment.newest_policy()
