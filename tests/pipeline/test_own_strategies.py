@@ -19,6 +19,7 @@ from trinity_buffer import run_strategy
 from trinity_buffer.algorithm.add_strategy import (
     AddStrategy,
     GroupAdvantageStrategy,
+    GRPOAddStrategy,
     RewardStrategy,
 )
 from trinity_buffer.algorithm.advantage_fn import GroupAdvantage
@@ -444,6 +445,42 @@ async def test_a_changed_mask_is_warned_of_and_its_advantages_are_stored(
     said = [line for line in caplog.messages if "which is not stored" in line]
     assert len(said) == 1
     assert "strategy 'Shaping' changed action_mask and reward of what it keeps" in said[0]
+
+
+class Editing(GRPOAddStrategy):
+    """Changes one field of each row; it counts runs, and one row takes the reward of its run."""
+
+    field: ClassVar[str] = ""
+    families: ClassVar[tuple[str, ...]] = ("light", "tokens")
+
+    @override
+    def calculate_group_advantage(
+        self, group_id: str, exps: list[Experience]
+    ) -> tuple[list[Experience], dict[str, float]]:
+        for one in exps:
+            if self.field == "reward":
+                assert one.reward is not None
+                one.reward -= 0.5
+            elif self.field:
+                getattr(one, self.field).add_(1)
+        return super().calculate_group_advantage(group_id, exps)
+
+
+@pytest.mark.parametrize("field", ["", "logprobs", "tokens", "reward"])
+async def test_a_field_that_is_changed_without_effect_is_warned_of(
+    sqlite_url: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, field: str
+) -> None:
+    monkeypatch.setattr(Editing, "field", field)
+    first, *others = group(task=0, runs=2)
+    turn = copy_experience(first, task=0, suffix="")
+    turn.eid, turn.info = replace(first.eid, step=1), {}
+    first.reward = None
+    async with opened(sqlite_url, rollouts_per_group=2) as experiment:
+        await experiment.writer("e0").write([first, turn, *others])
+        assert (await run_strategy(experiment, Editing)).annotated == 3
+    said = [line for line in caplog.messages if "which is not stored" in line]
+    assert len(said) == bool(field)
+    assert all(f"changed {field} of what it keeps" in line for line in said)
 
 
 @pytest.mark.parametrize("strategies", [["grpo"], ["overlong_penalty", "grpo"]])

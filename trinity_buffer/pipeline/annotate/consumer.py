@@ -495,7 +495,7 @@ class StrategyConsumer:
         decision, shown = self._begin(units)
         wanted = [a for unit in shown for group in unit for a in group.members]
         rows = await database.read(self._rows, wanted)
-        seen: dict[int, dict[str, Any]] = {}
+        seen: dict[int, dict[str, tuple[Any, int]]] = {}
         # Light rows are small, so one load can cover a whole commit.
         light = self._families == ("light",)
         most = sizes.experiences_per_commit if light else sizes.experiences_per_load
@@ -510,7 +510,8 @@ class StrategyConsumer:
                 if not members:
                     continue
                 # Before the call: the strategy may change its list and the fields of experiences.
-                seen.update((e.address or 0, deciding.fields_of(e)) for e in members)
+                over = self.strategy.over
+                seen.update((e.address or 0, deciding.fields_of(e, over)) for e in members)
                 # In the event loop, since `add` is a coroutine of the user's: where it blocks that
                 # for long, it can lose the lease, as `StrategyLease.doubt` explains.
                 with deciding.blame_strategy(self.name, partial(str, members[0].eid.uid)):
@@ -588,8 +589,8 @@ class StrategyConsumer:
                 counted(decision.without_advantages, "experience"),
             )
         changed = decision.changed - self._changed
-        # A list hands rewards on from stage to stage; over runs, rows take that of their run.
-        if len(self._classes) > 1 or self.strategy.over == "runs":
+        # A list hands rewards on from stage to stage.
+        if len(self._classes) > 1:
             changed.discard("reward")
         if changed:
             self._changed |= changed

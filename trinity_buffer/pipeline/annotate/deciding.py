@@ -191,7 +191,7 @@ class Decision:
     def take(
         self,
         staged: StagedWriter,
-        shown: Mapping[int, Mapping[str, Any]],
+        shown: Mapping[int, Mapping[str, tuple[Any, int]]],
         rows: Mapping[int, ExperienceRow],
     ) -> None:
         """Empty ``staged``, and decide what the strategy wrote to it. Encodes.
@@ -234,7 +234,7 @@ class Decision:
                 before = shown[experience.address or 0]
                 self.changed |= _changed(before, experience)
                 # Advantages are decoded beside the stored mask, so they are encoded by it as well.
-                experience.action_mask = before["action_mask"]
+                experience.action_mask, _ = before["action_mask"]
                 groups.setdefault(experience.eid.tid, []).append(experience)  # a copy's is another
         annotated = [experience for group in groups.values() for experience in group]
         self.experiences = [experience.address or 0 for experience in annotated]
@@ -334,21 +334,34 @@ class Decision:
         return events, segment_rows
 
 
-def fields_of(experience: Experience) -> dict[str, Any]:
-    """Return the fields that a strategy changes without effect; of the mask, a copy."""
+def fields_of(experience: Experience, over: Over) -> dict[str, tuple[Any, int]]:
+    """Return the fields that a strategy changes without effect; of the mask, a copy.
+
+    With each value comes how often it was changed in place so far. Over runs, a row without a
+    reward takes that of its run.
+    """
     read = experience.__dict__.get
-    fields = {name: read(name) for name in ("reward", "action_mask", "logprobs", "tokens")}
-    mask = fields["action_mask"]
-    return fields | {"action_mask": None if mask is None else mask.clone()}
+    fields = {name: read(name) for name in ("action_mask", "logprobs", "tokens", "reward")}
+    if over == "runs" and fields["reward"] is None:
+        del fields["reward"]
+    if (mask := fields["action_mask"]) is not None:
+        fields["action_mask"] = mask.clone()
+    return {name: (value, _edits(value)) for name, value in fields.items()}
 
 
-def _changed(before: Mapping[str, Any], experience: Experience) -> set[str]:
+def _edits(value: Any) -> int:
+    """Return how often ``value`` was changed in place, if it is a tensor."""
+    # The only count that torch keeps.
+    return value._version if isinstance(value, Tensor) else 0  # noqa: SLF001
+
+
+def _changed(before: Mapping[str, tuple[Any, int]], experience: Experience) -> set[str]:
     """Return which of `fields_of` are no longer what they were."""
     changed = set[str]()
-    for name, value in before.items():
+    for name, (value, edits) in before.items():
         after = experience.__dict__.get(name)
-        same: Any = after is value
-        if isinstance(after, Tensor) and isinstance(value, Tensor) and not same:
+        same: Any = after is value and _edits(after) == edits
+        if isinstance(after, Tensor) and isinstance(value, Tensor) and after is not value:
             same = after.shape == value.shape and (after.cpu() == value).all()
         if not (same or (name == "reward" and after == value)):
             changed.add(name)
