@@ -12,6 +12,7 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import anyio
+import numpy as np
 import pytest
 import torch
 
@@ -47,6 +48,7 @@ class Sample:
     remove_sample: bool = False
     teacher_log_probs: list[float] | None = None
     train_metadata: dict[str, Any] | None = None
+    rollout_routed_experts: Any = None
 
 
 @pytest.fixture
@@ -160,6 +162,25 @@ def test_rows_are_trained_at_the_temperature_that_sampled_them(slime: Any, tmp_p
     with pytest.raises(TrainingError, match=r"row group-0/.* at temperature 0\.7, .* logits by 1:"):
         source.get_samples(PER_STEP)
     source.close()
+
+
+def test_a_removed_sample_is_trained_by_nobody_else_either(slime: Any, tmp_path: Path) -> None:
+    given = group(0)
+    for one in given:
+        one.rollout_routed_experts = np.full((len(one.tokens) - 1, 2, 1), one.index, np.int32)
+    source = slime.StoreDataSource(args(tmp_path))
+    source.add_samples([given])
+    (taken,) = source.get_samples(1)
+    source.close()
+    for one, sample in zip(given, taken, strict=True):
+        assert (one.remove_sample, one.loss_mask) == (sample.remove_sample, sample.loss_mask)
+        np.testing.assert_array_equal(one.rollout_routed_experts, sample.rollout_routed_experts)
+    with tb.open_train_stream(
+        f"sqlite:///{tmp_path}/run.db", experiment="run", strategy="grpo", consumer="ours"
+    ) as ours:
+        (microbatch,) = next(iter(ours)).microbatches
+    trained = microbatch["action_mask"].any(1).tolist()
+    assert trained == [not one.remove_sample for one in given] == [True, False, True]
 
 
 def test_rows_that_say_no_temperature_are_handed_out_as_before(slime: Any, tmp_path: Path) -> None:

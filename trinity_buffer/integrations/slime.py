@@ -26,7 +26,7 @@ SAMPLING = ("temperature", "top_p", "top_k")
 
 CARRIED = (
     *("weight_versions", "remove_sample", "train_metadata", "teacher_log_probs"),
-    *("mopd_teacher_log_probs", "rollout_routed_experts"),
+    "mopd_teacher_log_probs",
 )
 """Fields that slime's trainer reads and the store does not: handed back as they were."""
 
@@ -140,16 +140,20 @@ def _experience(run: int, sample: Sample, sampling: Mapping[str, Any]) -> Experi
             f"sample {sample.index} has multimodal inputs, and this adapter stores texts alone: a "
             "model would be trained without them"
         )
+    held = {name: getattr(sample, name, None) for name in CARRIED}
+    carried = {k: value for k, value in held.items() if value is not None and value is not False}
+    mask = sample.loss_mask
+    if "remove_sample" in carried:  # which other trainers do not read
+        carried["loss_mask"], mask = mask, [0] * sample.response_length
     version = next((int(v) for v in sample.weight_versions if str(v).isdigit()), None)
     group = f"group-{sample.group_index}"
     return Experience(
         eid=EID(group, group, run),
         tokens=list(sample.tokens),
         prompt_length=len(sample.tokens) - sample.response_length,
-        action_mask=None
-        if sample.loss_mask is None
-        else [bool(counts) for counts in sample.loss_mask],
+        action_mask=None if mask is None else [bool(counts) for counts in mask],
         logprobs=sample.rollout_log_probs,
+        routed_experts=getattr(sample, "rollout_routed_experts", None),
         reward=sample.reward,
         response_text=sample.response or None,
         prompt_text=sample.prompt if isinstance(sample.prompt, str) else None,
@@ -163,18 +167,20 @@ def _experience(run: int, sample: Sample, sampling: Mapping[str, Any]) -> Experi
             "label": sample.label,
             "status": sample.status.value,
             "metadata": dict(sample.metadata),
-            "carried": {
-                name: value
-                for name in CARRIED
-                if (value := getattr(sample, name, None)) is not None and value is not False
-            },
+            "carried": carried,
         },
     )
 
 
 def _sample(row: Experience) -> Sample:
     version = row.info.get("model_version")
-    versions = [] if version is None else [str(version)]  # of rows of earlier releases
+    routed, mask = row.routed_experts, row.action_mask
+    carried = {
+        "weight_versions": [] if version is None else [str(version)],  # of earlier releases
+        "loss_mask": None if mask is None else mask.int().tolist(),
+        **({} if routed is None else {"rollout_routed_experts": routed.numpy()}),
+        **row.info.get("carried", {}),
+    }
     return Sample(
         group_index=row.info["group_index"],
         index=row.info["index"],
@@ -184,9 +190,8 @@ def _sample(row: Experience) -> Sample:
         response_length=len(row.tokens) - row.prompt_length,
         label=row.info["label"],
         reward=row.reward,
-        loss_mask=None if row.action_mask is None else row.action_mask.int().tolist(),
         rollout_log_probs=None if row.logprobs is None else row.logprobs.tolist(),
         status=Sample.Status(row.info["status"]),
         metadata=row.info["metadata"],
-        **{"weight_versions": versions, **row.info.get("carried", {})},
+        **carried,
     )
