@@ -137,6 +137,45 @@ def test_a_table_of_what_nobody_annotated_has_no_set(sqlite_url: str) -> None:
     assert str(unknown.value) == "no annotation set 'grpo' (there: none)"
 
 
+def test_a_set_that_was_made_later_takes_the_place_of_none_that_is_trained(
+    sqlite_url: str,
+    cli: Cli,  # noqa: F811
+) -> None:
+    """Its name comes first; without a trainer, the first one is shown."""
+
+    async def annotate(strategy: str, name: str) -> None:
+        async with tb.open_store(sqlite_url) as store:
+            experiment = await store.experiment("run", config={"rollouts_per_group": 2})
+            await experiment.writer("e0").write(
+                [rollout("b", 0, run, 1.0 * run) for run in range(2)]
+            )
+            await tb.run_strategy(experiment, strategy, name=name)
+
+    def shown(**options: Any) -> set[tuple[Any, ...]]:
+        rows = tb.to_arrow(sqlite_url, **options).to_pylist()
+        return {(row["set"], row["state"], row["trained_step"]) for row in rows}
+
+    def state(*options: str) -> str:
+        (group,) = cli("groups", "--store", sqlite_url, "--json", *options).json
+        return str(group["state"])
+
+    anyio.run(annotate, "grpo", "trained")
+    anyio.run(annotate, "opmd", "other")
+    anyio.run(annotate, "opmd", "a")
+    assert shown() == {("a", "annotated", None)}
+    for trainer, trained in (("one", "trained"), ("two", "other")):
+        with tb.open_train_stream(
+            sqlite_url, experiment="run", strategy=trained, consumer=trainer, groups_per_step=1
+        ) as stream:
+            for step in stream:
+                stream.commit(step)
+    assert shown() == shown(trainer="one") == shown(step=1) == {("trained", "committed", 1)}
+    assert shown(trainer="two") == {("other", "committed", 1)}
+    assert shown(set="a") == {("a", "annotated", None)}
+    assert state() == state("--step", "1") == "trained in step 1 of one"
+    assert state("--step", "1", "--trainer", "two") == "trained in step 1 of two"
+
+
 def test_a_step_alone_has_the_rows_that_it_was_trained_on(sample: SampleRun) -> None:
     rows = tb.to_arrow(sample.url, step=2).to_pylist()
     assert [row["uid"] for row in rows] == [f"b0/1/{run}/0/" for run in range(4)]

@@ -111,6 +111,7 @@ async def groups(
     trained = None
     if step is not None:
         contents = await questions.blame(source, step, trainer=trainer)
+        annotation_set = annotation_set or contents.annotation_set
         # An expert's row has no group in this experiment.
         eids = [parse_uid(row.uid) for row in contents.rows if row.uid and not row.experiment]
         trained = list(dict.fromkeys((str(eid.batch), str(eid.task)) for eid in eids))

@@ -83,7 +83,8 @@ async def groups(
     """Return the groups that come first in an order, the first one first.
 
     Args:
-        annotation_set: whose advantages and decisions are shown; by default the first there is.
+        annotation_set: whose advantages and decisions are shown; by default that of the trainer
+            furthest ahead, else the first there is.
         batch: only groups of this batch.
         named: these groups, as (batch, task), and no others.
         order: the newest, or those with the greatest advantage (its size), mean reward or deviation

@@ -130,8 +130,14 @@ async def require_position(experiment: Experiment, position: int) -> None:
         )
 
 
-def chosen_set(consumers: Mapping[str, ConsumerRow], wanted: str | None) -> str | None:
-    """Return the annotation set to ask about: the one that is named, or the first one, if any.
+def chosen_set(
+    consumers: Mapping[str, ConsumerRow], wanted: str | None, trainer: str | None = None
+) -> str | None:
+    """Return the annotation set to ask about, if there is any.
+
+    Args:
+        wanted: its name; None: that of ``trainer``, or the first one where nothing is trained.
+        trainer: None: the one furthest ahead.
 
     Raises:
         UnknownNameError: there is no set of this name.
@@ -141,4 +147,7 @@ def chosen_set(consumers: Mapping[str, ConsumerRow], wanted: str | None) -> str 
         raise errors.UnknownNameError(
             f"no annotation set {wanted!r} (there: {', '.join(names) or 'none'})"
         )
-    return wanted or next(iter(names), None)
+    trainers = [row for row in consumers.values() if row.kind == "trainer"]
+    asked = [row for row in trainers if trainer in (None, row.name)]
+    trained = [row.config["strategy"] for row in sorted(asked, key=lambda row: -row.leased_step)]
+    return wanted or next(iter([*trained, *names]), None)

@@ -132,7 +132,7 @@ def to_arrow(
     Args:
         url: of the store.
         experiment: its name; may be left out where the store has one.
-        set: annotation set; by default the first there is.
+        set: annotation set; by default the trainer's, else the first there is.
         step: only what this gradient step was trained on.
         trainer: whose step, by default the one furthest ahead; without ``step`` by default all.
         as_of_position: as it was when this was the log's last position.
@@ -189,7 +189,7 @@ async def record_batches(
 
     Args:
         source: the experiment.
-        annotation_set: whose advantages, state and reason; None: the first set there is.
+        annotation_set: whose advantages, state and reason; None: that of the trainer, or the first.
         step: only the rows of this gradient step; None: all that are stored.
         trainer: whose steps; None: of ``step`` the one furthest ahead, else all.
 
@@ -199,12 +199,12 @@ async def record_batches(
     """
     arrow = extra("pyarrow", "parquet")
     consumers = await source.read(writer_queries.consumers, source.key)
-    own = chosen_set(consumers, annotation_set)
     if step is None and trainer is None:
         trainers = [row for row in consumers.values() if row.kind == "trainer"]
         names = [row.name for row in sorted(trainers, key=lambda row: -row.leased_step)]
     else:
         names = [await trainer_of(source, trainer)]
+    own = chosen_set(consumers, annotation_set, next(iter(names), None))
 
     async def columns_of(rows: Sequence[ExperienceRow]) -> dict[str, list[Any]]:
         decided = await source.read(fates, source.key, rows)
