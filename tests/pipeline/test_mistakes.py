@@ -96,7 +96,7 @@ async def _no_set_at_all(scene: Scene) -> None:
         pass
 
 
-@mistake(r"run_strategy takes no argument 'group_timeout'; did you mean 'group_timeout_s'")
+@mistake(r"run_strategy takes no argument 'group_timeout'; did you mean 'group_timeout_s'.* name, ")
 async def _a_grouping_rule_that_there_is_not(scene: Scene) -> None:
     await annotate(scene, name="x", group_timeout=4)
 

@@ -684,7 +684,8 @@ async def run_strategy(
         UnknownNameError: no such strategy, or no such scoring.
     """
     grouping = renamed(grouping)
-    refuse_unknown("run_strategy", grouping, option_types(GroupingRules))
+    accepted = (*option_types(GroupingRules), "name", "follow", "rewards")
+    refuse_unknown("run_strategy", grouping, accepted)
     rules = GroupingRules.of(experiment.config, **grouping)
     if rewards is not None:
         known = await experiment.database.read(writer_queries.scorings, experiment.key)
