@@ -120,6 +120,19 @@ async def test_a_trainer_of_a_finished_experiment_ends_when_its_strategy_is_kill
     assert f"trainer 'trainer' ended without a step: {NOBODY}" in caplog.text
 
 
+async def test_a_trainer_without_a_step_says_what_it_rejected_beside_what_is_left(
+    sqlite_url: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with opened(sqlite_url, rollouts_per_group=4) as experiment:
+        await experiment.writer("e0").write(group())
+        await run_strategy(experiment, "grpo")
+        await experiment.writer("e0").write(group("later"))
+        await train(experiment, follow=False, max_tokens=1)
+    (said,) = [text for text in caplog.messages if "ended without a step" in text]
+    assert NOBODY in said
+    assert "4 were rejected (oversize)" in said
+
+
 @pytest.mark.parametrize(("every", "left"), [(3, "step 4"), (4, ""), (9, "steps 1 to 4")])
 async def test_a_loop_that_never_commits_its_last_steps_is_told(
     sqlite_url: str, caplog: pytest.LogCaptureFixture, every: int, left: str

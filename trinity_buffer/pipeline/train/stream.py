@@ -479,9 +479,8 @@ class LeadingStream(TrainStream):
         """Report untrained rows, and why they are left, at the end of a stream."""
         options, key, read = self.options, self.experiment.key, self._database.read
         left = await read(diagnosis.left_of, key, options.annotation_set)
-        if not (left or served):
-            left = await read(diagnosis.outcome_of, key, options.consumer)
-        if left:
+        gone = "" if served else await read(diagnosis.outcome_of, key, options.consumer)
+        if left := "; ".join(filter(None, (left, gone))):
             steps = f"after {diagnosis.counted(served, 'step')}" if served else "without a step"
             _logger.warning(
                 "trainer %r ended %s: %s", self.options.consumer, steps, waiting.one_line(left)
