@@ -261,8 +261,8 @@ def _require_same_plan(
     if not same_tasks or existing.rollouts_per_group != wanted.rollouts_per_group:
         raise errors.ConflictingPlanError(
             f"batch {key!r} is planned with {len(existing.tasks)} tasks × "
-            f"{existing.rollouts_per_group} rollouts, which is "
-            "not what this plan says; a plan cannot be changed, choose another batch id"
+            f"{existing.rollouts_per_group} rollouts, which is not what this plan says, and cannot "
+            "be changed: choose another batch id; where `explore` plans, another experiment"
         )
     if wanted.contents is not None:
         require_same_contents(key, contents_of(tx, experiment, [existing]), wanted.contents)
