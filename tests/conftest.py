@@ -24,6 +24,7 @@ import pytest
 from hypothesis import is_hypothesis_test, settings
 
 from tests.postgres import PostgresServer
+from tests.warm_python import served
 from trinity_buffer import open_store
 from trinity_buffer.limits import resized
 
@@ -177,6 +178,14 @@ def postgres_store_url(postgres_server: PostgresServer, postgres_store: str) -> 
 async def _create(url: str) -> None:
     async with open_store(url):
         pass
+
+
+@pytest.fixture(scope="session")
+def warm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Where a Python that has imported torch is served, one for all test processes."""
+    base = tmp_path_factory.getbasetemp()
+    with served(base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) as address:
+        yield address
 
 
 @pytest.fixture

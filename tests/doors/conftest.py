@@ -32,8 +32,8 @@ def site(small_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pa
 
 
 @pytest.fixture
-def repository(small_run: Path, tmp_path: Path) -> Path:
+def repository(small_run: Path, warm: Path, tmp_path: Path) -> Path:
     """Copy of the repository in which the small run was made."""
-    copy = copy_of_the_repository(tmp_path)
+    copy = copy_of_the_repository(tmp_path, warm)
     shutil.copytree(small_run, copy, dirs_exist_ok=True)
     return copy

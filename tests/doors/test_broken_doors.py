@@ -29,9 +29,9 @@ def broken(file: Path, old: str, new: str) -> None:
 
 
 @pytest.fixture
-def repository(tmp_path: Path) -> Path:
+def repository(warm: Path, tmp_path: Path) -> Path:
     """A copy of the repository, without a run: nothing here gets so far."""
-    return copy_of_the_repository(tmp_path)
+    return copy_of_the_repository(tmp_path, warm)
 
 
 @contextmanager

@@ -8,7 +8,7 @@ import pytest
 
 from tests.doors.finding import examples, helps
 from tests.doors.sizes import sized
-from tests.doors.workshop import call, run
+from tests.doors.workshop import call, run, warm_environment
 
 EXAMPLES = examples()
 IN_PROCESSES = {"demo"}
@@ -38,5 +38,6 @@ def test_a_loss_without_a_gradient_has_no_shares_to_sort_by(site: Path) -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", sorted(IN_PROCESSES))
-def test_the_example_of_a_help_runs_in_processes(tmp_path: Path, name: str) -> None:
+def test_the_example_of_a_help_runs_in_processes(warm: Path, tmp_path: Path, name: str) -> None:
+    warm_environment(tmp_path / ".venv", warm)
     assert "lost 0, duplicated 0" in run(sized(EXAMPLES[name]), tmp_path)

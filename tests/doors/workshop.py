@@ -17,6 +17,7 @@ from unittest import mock
 import pytest
 
 from tests.doors.finding import ROOT
+from tests.warm_python import make_python
 from trinity_buffer.cli.main import run_command
 
 SMALL_RUN = """\
@@ -39,6 +40,7 @@ num_eval_samples = 8
 """
 """Forty steps in two seconds: after it, `runs/` looks as after a demo."""
 
+MAIN = "from trinity_buffer.cli.main import main\n\nmain()\n"
 LIMIT_S = 900.0
 
 
@@ -98,11 +100,12 @@ def call(command: str) -> tuple[int, str]:
     raise AssertionError(f"{command} did not end with an exit code")
 
 
-def copy_of_the_repository(folder: Path) -> Path:
+def copy_of_the_repository(folder: Path, warm: Path) -> Path:
     """Return a copy of the repository in ``folder``, with the environment of this process.
 
-    Its ``.venv`` counts as built, whatever the times of the files: nothing is installed. Compiled
-    modules come along, as valid there as here: a process compiles the package for three seconds.
+    Its ``.venv`` counts as built, whatever the times of the files: nothing is installed. Its Python
+    has a process from the server at ``warm``. Compiled modules come along, as valid there as here:
+    a process compiles the package for three seconds.
     """
     copy = folder / "repository"
     hidden = shutil.ignore_patterns(".*", "runs", "dist", "mutants", "*.egg-info")
@@ -112,7 +115,22 @@ def copy_of_the_repository(folder: Path) -> Path:
         if entry.name != ".ready":
             (copy / ".venv" / entry.name).symlink_to(entry)
     (copy / ".venv" / ".ready").touch()
+    warm_environment(copy / ".venv", warm)
     return copy
+
+
+def warm_environment(folder: Path, warm: Path) -> None:
+    """Give the environment in ``folder`` the programs of this one, with a Python from ``warm``."""
+    programs = folder / "bin"
+    programs.unlink(missing_ok=True)
+    programs.mkdir(parents=True)
+    for program in (Path(sys.prefix) / "bin").iterdir():
+        if program.name not in ("python", "trinity-buffer"):
+            (programs / program.name).symlink_to(program)
+    make_python(programs / "python", programs / "python3", warm)
+    command = programs / "trinity-buffer"
+    command.write_text(f"#!{programs / 'python'}\n{MAIN}")
+    command.chmod(0o755)
 
 
 def environment(prefix: Path = Path(sys.prefix)) -> dict[str, str]:
