@@ -6,6 +6,7 @@ import gc
 import os
 import shutil
 import signal
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -24,7 +25,7 @@ import pytest
 from hypothesis import is_hypothesis_test, settings
 
 from tests.postgres import PostgresServer
-from tests.warm_python import served
+from tests.warm_python import make_python, served
 from trinity_buffer import open_store
 from trinity_buffer.limits import resized
 
@@ -186,6 +187,13 @@ def warm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     base = tmp_path_factory.getbasetemp()
     with served(base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) as address:
         yield address
+
+
+@pytest.fixture
+def warm_python(warm: Path, tmp_path: Path) -> str:
+    """Path of a Python that has imported torch, for a test that starts several processes."""
+    make_python(tmp_path / "python", Path(sys.executable), warm)
+    return str(tmp_path / "python")
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.warm_python import make_python
+from tests.warm_python import make_python, process_of
 
 pytestmark = pytest.mark.long  # what it is for is long, too
 
@@ -43,13 +43,6 @@ SAID = "import os, sys\nprint(__name__, sys.argv, sys.path[0], os.getcwd(), os.e
 WAITS = "import os, time; print(os.getpid(), flush=True); time.sleep(100)"
 
 
-@pytest.fixture
-def python(warm: Path, tmp_path: Path) -> str:
-    """Path of the program."""
-    make_python(tmp_path / "python", Path(sys.executable), warm)
-    return str(tmp_path / "python")
-
-
 def ended(python: str, words: list[str], folder: Path) -> tuple[int, str, str]:
     """Return how a Python ended, what it said, and how its last words ended."""
     (folder / "said.py").write_text(SAID)
@@ -68,30 +61,30 @@ def ended(python: str, words: list[str], folder: Path) -> tuple[int, str, str]:
 
 @pytest.mark.parametrize("words", ALIKE.values(), ids=ALIKE)
 def test_a_command_does_what_it_does_in_a_python_of_its_own(
-    python: str, tmp_path: Path, words: list[str]
+    warm_python: str, tmp_path: Path, words: list[str]
 ) -> None:
-    assert ended(python, words, tmp_path) == ended(sys.executable, words, tmp_path)
+    assert ended(warm_python, words, tmp_path) == ended(sys.executable, words, tmp_path)
 
 
-def test_torch_is_there_and_nothing_of_ours(python: str, tmp_path: Path) -> None:
+def test_torch_is_there_and_nothing_of_ours(warm_python: str, tmp_path: Path) -> None:
     code = "import sys; print(*('torch' in sys.modules, 'tests' in sys.modules))"
     code += "; print([name for name in sys.modules if name.startswith('trinity_buffer')])"
-    assert ended(python, ["-c", code], tmp_path) == (0, "True False\n[]\n", "")
+    assert ended(warm_python, ["-c", code], tmp_path) == (0, "True False\n[]\n", "")
 
 
-def test_an_error_is_told(python: str, tmp_path: Path) -> None:
-    code, _, said = ended(python, ["-c", "1 / 0"], tmp_path)
+def test_an_error_is_told(warm_python: str, tmp_path: Path) -> None:
+    code, _, said = ended(warm_python, ["-c", "1 / 0"], tmp_path)
     assert (code, said.splitlines()[-1]) == (1, "ZeroDivisionError: division by zero")
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
-def test_a_signal_ends_the_program_and_its_process(python: str, number: int) -> None:
+def test_a_signal_ends_the_program_and_its_process(warm_python: str, number: int) -> None:
     with subprocess.Popen(
-        [python, "-c", WAITS], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+        [warm_python, "-c", WAITS], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
     ) as program:
         assert program.stdout is not None
         process = int(program.stdout.readline())
-        assert process != program.pid
+        assert process == process_of(program.pid) != program.pid
         program.send_signal(number)
         assert program.wait() == -number
     until = time.monotonic() + 60

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -20,6 +19,7 @@ from tests.cli.test_option_matrix import SMALL, words_of
 from tests.crash.forking import as_module, said_by
 from tests.planted_faults.scenes import nothing_is_wrong
 from tests.trainer.data import policy, recorded, rollouts
+from tests.warm_python import process_of
 from trinity_buffer import open_store, run_strategy, verify
 from trinity_buffer.algorithm import build
 from trinity_buffer.errors import InvalidArgumentError
@@ -33,9 +33,9 @@ RANKS = {**SMALL, "max_steps": STEPS, "groups_per_batch": 2 * STEPS, "evaluation
 LIMIT_S = 100
 
 
-def torchrun(url: str, checkpoints: Path, *words: str) -> subprocess.Popen[str]:
+def torchrun(python: str, url: str, checkpoints: Path, *words: str) -> subprocess.Popen[str]:
     """Start two ranks of ``trinity-buffer train``."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
+    command = [python, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
     command += ["2", *words, "-m", "trinity_buffer", "train", "--store", url]
     command += ["--checkpoints", str(checkpoints), "--keep-checkpoints", "all"]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
@@ -88,9 +88,11 @@ def last(checkpoints: Path) -> Path:
 
 
 @pytest.mark.long
-def test_each_process_of_torchrun_trains_its_part(store_url: str, tmp_path: Path) -> None:
+def test_each_process_of_torchrun_trains_its_part(
+    warm_python: str, store_url: str, tmp_path: Path
+) -> None:
     made(store_url, tmp_path)
-    process = torchrun(store_url, tmp_path)
+    process = torchrun(warm_python, store_url, tmp_path)
     with ended(process):
         said, _ = process.communicate(timeout=LIMIT_S)
         assert process.returncode == 0, said
@@ -104,18 +106,21 @@ def test_each_process_of_torchrun_trains_its_part(store_url: str, tmp_path: Path
 
 @pytest.mark.long
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_killed_rank_costs_no_data(store_url: str, tmp_path: Path, rank: int) -> None:
+def test_a_killed_rank_costs_no_data(
+    warm_python: str, store_url: str, tmp_path: Path, rank: int
+) -> None:
     """torchrun starts all ranks again, and they go on from the last commit."""
     made(store_url, tmp_path)
-    process = torchrun(store_url, tmp_path, "--max-restarts", "1")
+    process = torchrun(warm_python, store_url, tmp_path, "--max-restarts", "1")
 
     async def kill_after_the_first_commit() -> None:
         async with open_store(store_url, read_only=True) as store:
             experiment = await store.experiment("run")
             async for _ in experiment.events(follow=True, kinds=("StepsCommitted",)):
                 break
-        (pid,) = [pid for pid, of in ranks_of(process.pid).items() if of == rank]
-        os.kill(pid, signal.SIGKILL)
+        ranks = ranks_of(process_of(process.pid))
+        (program,) = [pid for pid, of in ranks.items() if of == rank]
+        os.kill(process_of(program), signal.SIGKILL)
 
     with ended(process):
         anyio.run(kill_after_the_first_commit)
@@ -138,11 +143,11 @@ def ranks_of(parent: int) -> dict[int, int]:
 
 
 @pytest.mark.long
-def test_ranks_that_cannot_meet_are_refused(tmp_path: Path) -> None:
+def test_ranks_that_cannot_meet_are_refused(warm_python: str, tmp_path: Path) -> None:
     environment = os.environ | {"WORLD_SIZE": "2", "RANK": "1", "PYTHONPATH": str(ROOT)}
     url = f"sqlite:///{tmp_path / 'run.db'}"
     anyio.run(filled, url)
-    command = [sys.executable, "-m", "trinity_buffer", "train", "--store", url]
+    command = [warm_python, "-m", "trinity_buffer", "train", "--store", url]
     done = subprocess.run(
         command, env=environment, capture_output=True, text=True, check=False, timeout=LIMIT_S
     )
