@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import math
 import shutil
+import threading
 from pathlib import Path
+from typing import Any
 
 import anyio
+import anyio.to_thread
 import pytest
 import torch
 from transformers import GenerationConfig
@@ -56,6 +59,36 @@ async def test_who_asks_together_hears_what_each_would_hear_alone(tiny: Path) ->
     assert [c.token_ids for c in together] == [c.token_ids for c in alone]
     few = LocalModel(model.model, model.tokenizer, temperature=0, max_rows=3)
     assert [c.token_ids for c in await answers(few, PROMPTS)] == [c.token_ids for c in alone]
+
+
+async def test_who_leaves_while_all_are_answered_takes_nobody_along(
+    tiny: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, begun, has_left = LocalModel(tiny), threading.Event(), threading.Event()
+    drawn = model._drawn
+
+    def held(logits: torch.Tensor) -> Any:
+        begun.set()
+        assert has_left.wait(30)
+        return drawn(logits)
+
+    monkeypatch.setattr(model, "_drawn", held)
+    said: list[Completion] = []
+
+    async def ask(scope: anyio.CancelScope) -> None:
+        with scope:
+            said.append(await model.complete("x", max_tokens=2))
+
+    async with anyio.create_task_group() as group:
+        leaving = anyio.CancelScope()
+        group.start_soon(ask, anyio.CancelScope())
+        group.start_soon(ask, leaving)
+        await anyio.to_thread.run_sync(begun.wait, 30)
+        leaving.cancel()
+        await anyio.sleep(0.05)
+        has_left.set()
+    assert len(said) == 1
+    assert len((await model.complete("x")).token_ids) > 0
 
 
 async def test_a_completion_ends_with_the_token_that_ends_it(tiny: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -130,8 +131,7 @@ class LocalModel:
                     batch = self._waiting[: self._max_rows]
                     await anyio.to_thread.run_sync(self._answer, batch)
         finally:
-            if asked in self._waiting:
-                self._waiting.remove(asked)
+            self._no_longer_waits(asked)
         return Completion(
             prompt_ids=ids,
             token_ids=asked.tokens,
@@ -176,6 +176,10 @@ class LocalModel:
             positions = positions[:, -1:] + 1
         for asked, (tokens, logprobs) in zip(batch, made, strict=True):
             asked.tokens, asked.logprobs = tokens, logprobs
+            self._no_longer_waits(asked)
+
+    def _no_longer_waits(self, asked: _Asked) -> None:
+        with suppress(ValueError):  # it was answered, or has left, in another thread
             self._waiting.remove(asked)
 
     def _drawn(self, logits: Tensor) -> tuple[Tensor, Tensor]:
