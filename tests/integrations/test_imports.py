@@ -225,6 +225,19 @@ def test_what_branches_share_is_trained_once_and_nothing_of_a_failed_trace(
     assert (other.prompt_length, other.logprobs.tolist()) == (5, [-0.5, -0.5])
 
 
+@pytest.mark.parametrize("goes_on", [False, True])
+def test_a_compaction_is_trained_only_if_its_agent_went_on_with_it(
+    sqlite_url: str, tmp_path: Path, *, goes_on: bool
+) -> None:
+    given = episode(3, "a", 1.0)
+    _, tried, other = given["traces"][0]["nodes"]
+    tried["semantic_parents"] = [{"node": 0, "type": "compaction_attempt"}]
+    if goes_on:
+        other["semantic_parents"] = [{"node": 1, "type": "compaction"}]
+    rows_of(tmp_path / "stream" / "0.jsonl", [given])
+    assert imported(sqlite_url, "prime-rl", tmp_path).written == 1 + goes_on
+
+
 def test_the_sampling_of_prime_rls_calls_is_that_of_their_tokens(
     sqlite_url: str, tmp_path: Path
 ) -> None:

@@ -296,8 +296,8 @@ def _branches(
 ) -> Iterator[tuple[dict[str, Any], int, list[dict[str, Any]]]]:
     """Yield trace, index and nodes, from the first message to the last, of each branch.
 
-    As prime-rl does: nothing of a trace that failed, and the mask of what several branches share is
-    that of its first branch alone.
+    As prime-rl does: nothing of a trace that failed, nor of a compaction that its agent did not go
+    on with, and the mask of what several branches share is that of its first branch alone.
     """
     for trace in episode.get("traces") or []:
         if not ((trace.get("agent") or {}).get("trainable", True) and trace.get("ok", True)):
@@ -305,8 +305,12 @@ def _branches(
         calls = {call.get("node"): call.get("sampling") for call in trace.get("calls") or []}
         nodes = [{**node, "sampling": calls.get(at)} for at, node in enumerate(trace["nodes"])]
         parents = {node.get("parent") for node in nodes}
+        links = [node.get("semantic_parents") or () for node in nodes]
+        went_on = {e["node"] for of in links for e in of if e["type"] == "compaction"}
         # A trace is a tree of messages: each path to a leaf was sampled as one text.
         for index, leaf in enumerate(at for at in range(len(nodes)) if at not in parents):
+            if leaf not in went_on and any(e["type"] == "compaction_attempt" for e in links[leaf]):
+                continue
             path: list[dict[str, Any]] = []
             at: int | None = leaf
             while at is not None:
