@@ -276,6 +276,18 @@ async def test_ids_need_a_log_prob_each(
     assert await stored(sqlite_url, "agent.turns") == []
 
 
+@pytest.mark.parametrize("stream", [False, True])
+async def test_an_aborted_answer_is_no_turn(
+    sqlite_url: str, upstream: str, scripted: Scripted, *, stream: bool
+) -> None:
+    scripted.answer = whole(choice(finish_reason="abort"))
+    scripted.chunks = [piece("abort"), "[DONE]"]
+    async with recording(sqlite_url, upstream) as url:
+        told = await chat(url, "t/0", stream=stream)
+        assert "aborted its answer: ask again" in told.text
+        assert (await reward(url, "t/0", 1.0)).status_code == 400
+
+
 async def test_the_usage_of_a_stream_goes_to_who_asked_for_it(
     sqlite_url: str, upstream: str, scripted: Scripted
 ) -> None:

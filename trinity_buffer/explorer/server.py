@@ -356,8 +356,8 @@ def require_whole(
 ) -> None:
     """Raise unless the choices of an answer hold all ids that were sampled, each with a log-prob.
 
-    What parses reasoning and tool calls in a server may drop tokens of a stream. Of a server that
-    says no number of sampled tokens, a warning tells once.
+    One that was aborted is none. What parses reasoning and tool calls in a server may drop tokens
+    of a stream. Of a server that says no number of sampled tokens, a warning tells once.
 
     Raises:
         InferenceServerError: they do not; the message ends with a ``remedy``, or with the one for
@@ -366,6 +366,8 @@ def require_whole(
     sampled = 0
     for completion in completions:
         ids, logprobs = len(completion.token_ids), completion.logprobs
+        if completion.finish_reason == "abort":  # the model has not said its last word
+            raise errors.InferenceServerError(f"{url} aborted its answer: ask again")
         if not (completion.prompt_ids and ids and logprobs is not None and len(logprobs) == ids):
             listed = "no" if logprobs is None else len(logprobs)
             raise errors.InferenceServerError(
@@ -706,9 +708,8 @@ async def _load_into_sglang(server: Server, path: str, version: str) -> None:
         "/update_weights_from_disk", {"model_path": path, "weight_version": version}
     )
     if not answer.get("success"):
-        raise errors.InferenceServerError(
-            f"{server.root} did not load {path}: {answer.get('message')}"
-        )
+        said = answer.get("message")
+        raise errors.InferenceServerError(f"{server.root} did not load {path}: {said}")
     await _require_version(server, version, "sglang")
 
 
@@ -716,9 +717,8 @@ async def _require_version(server: Server, version: str, dialect: Dialect) -> No
     """Refuse a server with weights of another version; SGLang may name none."""
     held = await server.weight_version(dialect)
     if held != version and not (held is None and dialect == "sglang"):
-        raise errors.InferenceServerError(
-            f"{server.root} holds weights {held!r} instead of {version!r}"
-        )
+        what = f"holds weights {held!r} instead of {version!r}"
+        raise errors.InferenceServerError(f"{server.root} {what}")
 
 
 async def sync_weights(
