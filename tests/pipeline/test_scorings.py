@@ -15,6 +15,7 @@ from tests.contract.making import opened, rollout
 from tests.handles import Experiment
 from tests.whole_stores import experiences_of
 from trinity_buffer import assign_rewards, run_strategy, verify
+from trinity_buffer.errors import InvalidArgumentError
 from trinity_buffer.experience import Experience
 
 RUNS = 3
@@ -121,3 +122,16 @@ async def test_a_seal_is_read_behind_a_scoring(store_url: str) -> None:
         await experiment.writer("e0").seal("b", RUNS)
         report = await run_strategy(experiment, "grpo", name="judged", rewards="judge")
         assert (report.annotated, report.waiting) == (RUNS, 0)
+
+
+async def test_a_scoring_again_takes_no_reward_away(store_url: str) -> None:
+    """The earlier one would stay, and a group be scored by two functions."""
+    async with opened(store_url, rollouts_per_group=RUNS) as experiment:
+        await write(experiment, 0)
+        await assign_rewards(experiment, "judge", by_run)
+        with pytest.raises(InvalidArgumentError, match="'judge' has a reward of b/0/1/0/ by an"):
+            await assign_rewards(experiment, "judge", lambda e: None if e.eid.run == 1 else 9.0)
+        await run_strategy(experiment, "grpo", name="judged", rewards="judge")
+        found = await scores(experiment, "judged")
+        assert [round(found[f"b/0/{run}/0/"], 3) for run in range(RUNS)] == [-1.0, 0.0, 1.0]
+        assert (await verify(experiment)).ok

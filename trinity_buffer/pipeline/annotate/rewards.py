@@ -36,9 +36,10 @@ async def assign_rewards(
 ) -> int:
     """Score every stored experience under the scoring ``name``; return how many were.
 
-    What was recorded stays as it is. Scoring again under the same name replaces its rewards. The
-    rewards are recorded together, once all are there. A strategy that is run with this scoring
-    waits for experiences that were recorded later, until they are scored by another call.
+    What was recorded stays as it is. Scoring again under the same name replaces its rewards, and
+    takes none away: what cannot be read any more keeps the one that it has. The rewards are
+    recorded together, once all are there. A strategy that is run with this scoring waits for
+    experiences that were recorded later, until they are scored by another call.
 
     Args:
         reward: the new reward function; None leaves an experience without a reward in this scoring,
@@ -46,7 +47,8 @@ async def assign_rewards(
         families: column families that it reads.
 
     Raises:
-        InvalidArgumentError: a reward that is not finite, or no such family; nothing was recorded.
+        InvalidArgumentError: a reward that is not finite, no reward where the scoring has one, or
+            no such family; nothing was recorded.
     """
     require_families("assign_rewards", families)
     key, every, limit = experiment.key, writer_queries.Filter(), sizes.experiences_per_page
@@ -56,7 +58,7 @@ async def assign_rewards(
         return rows, log.head(tx, key)
 
     cache = EventCache(key, experiment.name)
-    after, pages = -1, list[dict[int, float]]()
+    after, pages, without = -1, list[dict[int, float]](), dict[int, str]()
     while True:
         rows, seen = await experiment.database.read(load, after)
         if not rows:
@@ -66,19 +68,11 @@ async def assign_rewards(
         experiences = await load_experiences(experiment.database, cache, rows, families)
         rewards: dict[int, float] = {}
         for experience in experiences:
-            value = None if experience.damaged is not None else reward(experience)
-            if value is None:
-                continue
-            try:
-                is_sound = bool(abs(value) <= torch.finfo(torch.float32).max)
-            except TypeError:  # a text, a list
-                is_sound = False
-            if not is_sound:
-                raise InvalidArgumentError(
-                    f"scoring {name!r}: the reward of {experience.eid.uid} is {value!r:.40}, it "
-                    "must be a number, finite in float32, or None"
-                )
-            rewards[cast("int", experience.address)] = float(value)
+            value = _scored(name, experience, reward)
+            if value is not None:
+                rewards[cast("int", experience.address)] = value
+            elif experience.damaged is experience.archived is None:
+                without[cast("int", experience.address)] = experience.eid.uid
         pages.append(rewards)
     if not pages:
         return 0
@@ -89,5 +83,32 @@ async def assign_rewards(
         for page in [*filter(None, pages)] or pages[-1:]
     ]
     events = [(actor, new_event(fact)) for fact in facts]
-    await experiment.database.write(lambda tx: log.append(tx, key, events))
+
+    def append(tx: Transaction) -> None:
+        tx.lock(key)
+        # The earlier reward would stay, beside those of another function.
+        for address in writer_queries.assigned_rewards(tx, key, name, list(without)):
+            raise InvalidArgumentError(
+                f"scoring {name!r} has a reward of {without[address]} by an earlier call, and now "
+                "there is none: score under another name"
+            )
+        log.append(tx, key, events)
+
+    await experiment.database.write(append)
     return sum(map(len, pages))
+
+
+def _scored(
+    name: str, experience: Experience, reward: Callable[[Experience], float | None]
+) -> float | None:
+    value = None if experience.damaged is not None else reward(experience)
+    try:
+        is_sound = value is None or bool(abs(value) <= torch.finfo(torch.float32).max)
+    except TypeError:  # a text, a list
+        is_sound = False
+    if not is_sound:
+        raise InvalidArgumentError(
+            f"scoring {name!r}: the reward of {experience.eid.uid} is {value!r:.40}, it "
+            "must be a number, finite in float32, or None"
+        )
+    return None if value is None else float(value)
