@@ -122,7 +122,7 @@ def by_experiences(
 ) -> Decision:
     staged, decision = StagedWriter(), covering(groups)
     strategy, by_address = make(staged), {e.address: e for e in experiences}
-    shown = {e.address or 0: fields_of(e) for e in experiences}
+    shown = {e.address or 0: fields_of(e, strategy.over) for e in experiences}
     known = {
         row.address: row
         for position, event in events.items()
