@@ -502,14 +502,14 @@ class RowLoader:
         own: Sequence[SlotRange],
         computed: Sequence[SlotRange],
         number: int,
-    ) -> tuple[defaultdict[str, Field], list[dict[str, Tensor]]]:
+    ) -> tuple[defaultdict[str, Field], list[Mapping[str, Tensor]]]:
         """Return the fields of ``number`` rows, and other tensors of each.
 
         Args:
             own, computed: where the recorded tensors are, and the computed ones.
             number: number of rows.
         """
-        modal: list[dict[str, Tensor]] = [{} for _ in range(number)]
+        modal: list[Mapping[str, Tensor]] = [{}] * number
         fields = self._fields(own, modal)
         for name, values in self._fields(computed, modal).items():
             # A strategy's value replaces the recorded one, row by row.
@@ -532,7 +532,7 @@ class RowLoader:
         return fields, modal
 
     def _fields(
-        self, ranges: Sequence[SlotRange], modal: Sequence[dict[str, Tensor]]
+        self, ranges: Sequence[SlotRange], modal: list[Mapping[str, Tensor]]
     ) -> defaultdict[str, Field]:
         """Return the vector columns of rows; other tensors are put into ``modal``."""
         by_name = no_fields(len(modal))
@@ -560,16 +560,17 @@ def _families_of(ranges: Iterable[SlotRange], families: Collection[str]) -> dict
 
 
 def _add_modal(
-    modal: Sequence[dict[str, Tensor]], name: str, column: Column, rows: Array, slots: range
+    modal: list[Mapping[str, Tensor]], name: str, column: Column, rows: Array, slots: range
 ) -> None:
-    width = column.elements.itemsize
+    ends = (column.offsets * column.elements.itemsize).tolist()
     for index, slot in enumerate(column.places):
         if slot in slots:
-            begin, end = (column.offsets[index : index + 2] * width).tolist()
+            begin, end = ends[index : index + 2]
             # A copy, as a view would keep the whole segment in memory.
             data, shape = np.array(column.data[begin:end]), column.shapes[index : index + 1]
             (tensor,) = tensors_of(replace(column, shapes=shape, data=data, rows=None))
-            modal[rows[slot - slots.start]][name] = tensor
+            row = rows[slot - slots.start]
+            modal[row] = {**modal[row], name: tensor}
 
 
 async def experiences_of(experiment: ExperimentHandle, manifest: BatchLeased) -> list[Experience]:

@@ -130,7 +130,7 @@ def collate_step(
             microbatch.MicroBatch(
                 microbatch.LazyTensors(tensors),
                 replace(layout, cu_seqlens=tensors.get("cu_seqlens")),
-                [mover.inputs(modal) if modal else {} for modal in rows.multi_modal[part.rows]],
+                [mover.inputs(modal) if modal else modal for modal in rows.multi_modal[part.rows]],
                 [*rows.facts.policy_version[part.rows]],
                 rows.unrecorded,
                 rows.unscorable,

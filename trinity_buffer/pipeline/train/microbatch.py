@@ -110,7 +110,7 @@ class MicroBatch(Mapping[str, Any]):
             ``ref_logprob``, ...). Columns that few losses read, and all columns of large steps, are
             made when first read, and moved to another device then unless earlier steps read them.
         layout: sequence boundaries, and the denominators of the whole step.
-        multi_modal_inputs: one mapping per row, name -> tensor.
+        multi_modal_inputs: one mapping per row, name -> tensor; rows without any share one.
         policy_versions: one per row, None if unknown.
         unrecorded: ``usual`` or ``expert`` -> uid of a row of the step without log-probabilities,
             if other rows have them.
@@ -121,7 +121,7 @@ class MicroBatch(Mapping[str, Any]):
 
     tensors: MutableMapping[str, Any]
     layout: BatchLayout
-    multi_modal_inputs: list[dict[str, Tensor]] = field(default_factory=list)
+    multi_modal_inputs: list[Mapping[str, Tensor]] = field(default_factory=list)
     policy_versions: list[int | None] = field(default_factory=list)
     unrecorded: Mapping[str, str] = field(default_factory=dict)
     unscorable: Mapping[str, str] = field(default_factory=dict)
