@@ -330,14 +330,14 @@ class Places:
         self.prompts, self.lengths, self.padded = facts.prompt_length, facts.length, padded
         self.begins = np.full(len(facts.length), -1, np.int64)
         self.size, self.parts = 0, list[Part]()
-        self._extents = facts.length.copy()  # padding included
+        extents = facts.length.copy()  # padding included
         self._shapes: dict[int, tuple[Array, tuple[int, ...] | None]] = {}
         for plan in plans:
             rows, number = slice(plan.start, plan.stop), plan.stop - plan.start
             if padded:
                 shape: tuple[int, ...] = (number, plan.width)
                 self.begins[rows] = self.size + np.arange(number) * plan.width
-                self._extents[rows] = plan.width
+                extents[rows] = plan.width
             else:
                 own_lengths = self.lengths[rows]
                 shape = (int(own_lengths.sum()),)
@@ -345,6 +345,7 @@ class Places:
             elements = slice(self.size, self.size + math.prod(shape))
             self.parts.append(Part(rows, elements, shape))
             self.size = elements.stop
+        self._bounds = np.stack((self.begins, self.prompts, self.lengths, extents))
 
     def area(
         self, column: Array, block: Block, *, after_prompt: bool
@@ -357,13 +358,11 @@ class Places:
         rows, where = self._shapes.get(id(block.rows), (None, None))
         if rows is not block.rows:
             rows, where = block.rows, None
-            bounds = (self.begins, self.prompts, self.lengths, self._extents)
-            begins, *shapes = (column[rows] for column in bounds)
-            first, prompt, length, extent = (int(of[0]) for of in (begins, *shapes))
-            distance = int(begins[1]) - first if len(rows) > 1 else extent
-            alike = (np.diff(begins) == distance).all() and all(
-                (of == of[0]).all() for of in shapes
-            )
+            bounds = self._bounds[:, rows]
+            first, prompt, length, extent = bounds[:, 0].tolist()
+            distance = int(bounds[0, 1]) - first if len(rows) > 1 else extent
+            steps = bounds[:, 1:] - bounds[:, :-1]
+            alike = (steps == [[distance], [0], [0], [0]]).all()
             if first >= 0 and distance >= extent and alike:
                 where = first, distance, prompt, length, extent
             self._shapes[id(rows)] = rows, where
