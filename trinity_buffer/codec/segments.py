@@ -81,7 +81,7 @@ class Column:
     def offsets(self) -> Integers:
         """Where each row begins, in elements, and where the last one ends: ``[n + 1]``."""
         offsets = np.zeros(len(self.shapes) + 1, np.int64)
-        np.cumsum(self.sizes, out=offsets[1:])
+        self.sizes.cumsum(out=offsets[1:])
         return offsets
 
     @property
@@ -392,7 +392,7 @@ def _check_size(column: Column, count: int) -> None:
         # In floats first: a product of sizes may be far beyond 64 bits.
         fits = float(column.shapes.prod(axis=1, dtype=np.float64).sum()) * width == len(column.data)
     else:
-        total = int(column.shapes.sum()) if column.shapes.shape[1] else count
+        total = sum(column.sizes.tolist()) if column.shapes.shape[1] else count
         fits = total * width == len(column.data)
     if not fits:
         raise _damaged(f"column {column.field!r} has {len(column.data)} bytes, its shapes differ")

@@ -296,8 +296,8 @@ def _leased(tx: Transaction, says: Values, fact: events.BatchLeased) -> None:
     names = ("", *fact.sources)
     sources = [names[of] for of in fact.source] or [""] * len(fact.annotations)
     rows = zip(sources, fact.annotations, strict=True)
-    named = (says["of"], fact.consumer)
-    tx.insert_many(tables.delivery, [(*named, *row, fact.step) for row in rows])
+    of, by, step = says["of"], fact.consumer, fact.step
+    tx.insert_many(tables.delivery, [(of, by, source, at, step) for source, at in rows])
     _STEP.execute_later(tx, **says, rows=len(sources), own=sources.count(""))
     _HANDED_OUT.execute_later(tx, **says)
 

@@ -392,7 +392,7 @@ class RowLoader:
             self._segments[key] = _Segment(columns, num_bytes, decoded[-1].rows)
         expert = np.array(lease.source or [0] * number) > 0
         fields, modal = self._gathered(own, computed, number)
-        rows = LoadedRows(Facts.of(number, own), expert, fields, modal)
+        facts = Facts.of(number, own)
         unrecorded, unscorable = dict[str, str](), dict[str, str]()
         recorded = fields["logprobs"].present()
         # Without any usual row's log-probabilities, the step has no such column at all.
@@ -400,13 +400,13 @@ class RowLoader:
             for kind, places in (("usual", ~recorded & ~expert), ("expert", expert)):
                 if places.any():
                     unrecorded[kind] = self.uids(s, lease, [int(places.argmax())])[0]
-        for place, spans in enumerate(rows.facts.sampling):
+        for place, spans in enumerate(facts.sampling):
             # An expert's rows were not sampled from the policy, so their options do not matter.
             if spans and not unscorable and not expert[place]:
                 options = [option for *_, option in spans if option is not None]
                 if options:
                     unscorable[self.uids(s, lease, [place])[0]] = options[0]
-        return replace(rows, unrecorded=unrecorded, unscorable=unscorable)
+        return LoadedRows(facts, expert, fields, modal, unrecorded, unscorable)
 
     def load_leased(self, s: ReadSession, lease: BatchLeased, remedy: str) -> LoadedRows:
         """Return the columns of a leased step, or raise its `refusal`."""

@@ -170,7 +170,8 @@ def contiguous_ranges(numbers: npt.NDArray[Any] | Sequence[int]) -> list[tuple[i
     """Return (start, stop) of the ranges in which each number is one more than the last."""
     if not len(numbers):
         return []
-    breaks = np.flatnonzero(np.diff(np.asarray(numbers)) != 1) + 1
+    column = np.asarray(numbers)
+    breaks = np.flatnonzero(column[1:] - column[:-1] != 1) + 1
     return list(pairwise([0, *breaks.tolist(), len(numbers)]))
 
 

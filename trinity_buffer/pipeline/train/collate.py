@@ -111,12 +111,8 @@ def collate_step(
     flat = _columns_of_step(rows, responses, rewards, places, memory)
     if rows.facts.sampling.any():
         flat |= _temperature(rows, places)
-    totals = list[Totals]()
-    for of in (slice(None), ~rows.expert, rows.expert):
-        tokens = rows.facts.trained_tokens[of]
-        num_groups, active = len({*per_row["group_index"][of].tolist()}), np.count_nonzero(tokens)
-        totals.append(Totals(int(tokens.sum()), len(tokens), num_groups, int(active)))
-    total, usual, expert = totals
+    total, expert = (_totals(rows, per_row["group_index"], of) for of in (slice(None), rows.expert))
+    usual = _totals(rows, per_row["group_index"], ~rows.expert) if expert.sequences else total
     layout = BatchLayout(
         total=total,
         usual=usual,
@@ -137,6 +133,12 @@ def collate_step(
             )
         )
     return step
+
+
+def _totals(rows: LoadedRows, groups: Array, of: slice | Array) -> Totals:
+    """Return the counts of some rows of a step."""
+    tokens, num_groups = rows.facts.trained_tokens[of], len({*groups[of].tolist()})
+    return Totals(int(tokens.sum()), len(tokens), num_groups, int(np.count_nonzero(tokens)))
 
 
 def _tensors(

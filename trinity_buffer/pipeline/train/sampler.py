@@ -412,6 +412,8 @@ class StepSampler:
         # batch.
         tokens = rows.facts.length - rows.facts.prompt_length
         for name in () if self._pairs else ANNOTATED:
+            if all(block.scaled for block in rows.fields[name].blocks):
+                continue
             sizes = rows.fields[name].sizes()
             misfits = np.flatnonzero((sizes >= 0) & (sizes != tokens)).tolist()
             places[name] = [*places.get(name, ()), *misfits]
