@@ -8,12 +8,13 @@ import pytest
 import torch
 
 from tests.handles import Experiment, MicroBatch, Store, TrainStep
-from tests.trainer.data import RUNS, recorded, rollouts, solutions
+from tests.trainer.data import RUNS, policy, recorded, rollouts, solutions
 from tests.whole_stores import replayed_steps
 from trinity_buffer import open_store, run_strategy
 from trinity_buffer.algorithm import build
 from trinity_buffer.errors import InvalidArgumentError, TrainingError
 from trinity_buffer.experience import Experience
+from trinity_buffer.trainer.models import Models, prepare
 
 STEP: dict[str, Any] = {"strategy": "grpo", "groups_per_step": 2, "tokens_per_microbatch": 20}
 LACKING = 1
@@ -92,6 +93,25 @@ async def test_a_loss_that_would_read_a_row_that_nobody_recorded_names_it(store_
         assert loss_of(microbatch, policy_loss_fn="sft").isfinite()
         microbatch["old_logprob"] = torch.full_like(microbatch["rollout_logprob"], -1.0)
         assert loss_of(microbatch).isfinite(), "the trainer computed those of every row"
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "parts", "reader"),
+    [
+        ("rloo", {"kl_penalty_fn": "k1"}, "K1Fn"),
+        ("on_policy_distill", {}, "OnPolicyDistillAdvantage"),
+    ],
+)
+async def test_what_is_computed_before_a_loss_takes_no_zeros_for_log_probs(
+    store_url: str, algorithm: str, parts: dict[str, Any], reader: str
+) -> None:
+    made = build(algorithm, policy_loss_fn="opmd", **parts)  # a loss that reads none itself
+    async with open_store(store_url) as store:
+        step = await served(await annotated(store, without(LACKING)))
+    models = Models(policy(), reference=policy(1), teacher=policy(2))
+    with pytest.raises(InvalidArgumentError, match=rf"{reader} reads 'old_logprob'.* b0/0/1/0/ "):
+        prepare(step, made, models)
+    prepare(step, made, models, recompute_old_logprob=True)
 
 
 async def test_a_loss_for_two_kinds_of_rows_reads_none_of_the_experts(store_url: str) -> None:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from trinity_buffer.algorithm import Algorithm
+from trinity_buffer.algorithm.building import require_recorded
 from trinity_buffer.algorithm.functional import aggregate_loss, keep, mask_of_rows, spread
 from trinity_buffer.algorithm.layout import BatchLayout, tokens_per_row
 from trinity_buffer.errors import InvalidArgumentError, TrainingError
@@ -414,7 +415,7 @@ def prepare(
         recompute_old_logprob: whatever the explorers recorded.
 
     Raises:
-        InvalidArgumentError: a tensor is missing; the message names it.
+        InvalidArgumentError: a tensor is missing; the message names it, or a row without it.
     """
     with in_eval_mode(models.policy, models.critic, models.reference, models.teacher):
         for microbatch in step.microbatches:
@@ -423,10 +424,16 @@ def prepare(
             with blaming(microbatch):
                 _score(microbatch, algorithm, models, recompute_old_logprob=recompute_old_logprob)
     metrics: dict[str, Any] = {}
-    if algorithm.choices["kl_penalty_fn"].name != "none":
+    penalizes, advantage = algorithm.choices["kl_penalty_fn"].name != "none", algorithm.advantage
+    reading: list[object] = [algorithm.kl_penalty] if penalizes else []
+    reading += [advantage] if advantage is not None and advantage.reads_old_logprob else []
+    for microbatch in step.microbatches[:1]:  # each knows what is lacking in the whole step
+        for reader in reading:
+            require_recorded(microbatch, reader, ("old_logprob",))
+    if penalizes:
         metrics |= step.apply(lambda batch, layout: _penalize(algorithm, batch, layout))
-    if algorithm.advantage is not None:
-        metrics |= step.compute(algorithm.advantage, reduce=reduce)
+    if advantage is not None:
+        metrics |= step.compute(advantage, reduce=reduce)
     return metrics
 
 
