@@ -198,6 +198,28 @@ class OnItsOwn(Detached):
         return torch.tensor(loss.item(), requires_grad=True)
 
 
+class Bare(PolicyLossFn):
+    """Forgets the metrics."""
+
+    @override
+    def __call__(self, logprob: Tensor, action_mask: Tensor, *, layout: Any = None) -> Any:
+        """Return a loss alone."""
+        return (logprob * action_mask).sum()
+
+
+def test_a_loss_without_metrics_is_told_what_to_return() -> None:
+    algorithm = build("grpo", policy_loss_fn=Bare, kl_loss_fn="none", entropy_loss_fn="none")
+    logprob, mask = torch.zeros(1, 2, requires_grad=True), torch.ones(1, 2, dtype=torch.bool)
+    said = "the loss of Bare returned a value of type Tensor: .* `return loss, {}`"
+    with pytest.raises(TypeError, match=said):
+        algorithm.loss(logprob, {"action_mask": mask})
+
+
+def test_a_part_that_is_made_already_is_refused() -> None:
+    with pytest.raises(InvalidArgumentError, match="is no class with default_args, give one that"):
+        build("grpo", policy_loss_fn=Bare())
+
+
 @pytest.mark.parametrize("loss", [Detached, OnItsOwn])
 @pytest.mark.parametrize("kl", ["none", "k2"])
 def test_a_loss_that_does_not_depend_on_the_policy_is_refused(

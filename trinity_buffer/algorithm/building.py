@@ -19,6 +19,7 @@ from trinity_buffer.algorithm.layout import BatchLayout
 from trinity_buffer.algorithm.policy_loss_fn.policy_loss_fn import POLICY_LOSS_FN, PolicyLossFn
 from trinity_buffer.algorithm.sample_strategy.sample_strategy import SAMPLE_STRATEGY, SampleStrategy
 from trinity_buffer.errors import InvalidArgumentError
+from trinity_buffer.user_code import kind_of
 
 OF_ROLLOUTS = ("old_logprob", "rollout_logprob")
 """Tensors that come from what explorers recorded of their own policy."""
@@ -231,7 +232,8 @@ class Algorithm:
             own = logprob.view_as(logprob)  # a node of its own: its gradient is this term's alone
             if weigh is not None:
                 own.register_hook(weigh)
-        loss, of_policy = self.policy_loss(logprob=own, layout=layout, **tensors)
+        answer: Any = self.policy_loss(logprob=own, layout=layout, **tensors)
+        loss, of_policy = _loss_and_metrics(reader, answer)
         if logprob.requires_grad and logprob.numel() and not _is_reached(own, loss):
             mask = batch.get("action_mask")
             if mask is None or bool(mask.any()):
@@ -272,6 +274,16 @@ class Algorithm:
             metrics.update(parts)
         named = {f"actor/{name}": value for name, value in metrics.items()}
         return loss, {"final_loss": loss.detach(), **named}
+
+
+def _loss_and_metrics(loss: PolicyLossFn, answer: Any) -> Sequence[Any]:
+    """Return the answer of a loss, perhaps one of the user, if it has both."""
+    if not (isinstance(answer, Sequence) and len(answer) == 2):
+        raise TypeError(
+            f"the loss of {type(loss).__name__} returned {kind_of(answer)}: it must return the "
+            "loss and a mapping of metrics, as in `return loss, {}`"
+        )
+    return answer
 
 
 def _is_reached(tensor: Tensor, loss: Tensor) -> bool:
@@ -415,12 +427,12 @@ def _chosen(
 ) -> Choice:
     """Return a choice whose arguments were decided: signature < tuned < recipe < user."""
     cls = REGISTRY_OF[part].get(wanted) if isinstance(wanted, str) else wanted
-    name = _name_of(part, wanted)
     if not (isinstance(cls, type) and hasattr(cls, "default_args")):
         raise InvalidArgumentError(
-            f"{part} {name!r}: {cls!r} has no default_args, derive a class from the base of its "
-            "kind in trinity_buffer.algorithm (docs/extending.md)"
+            f"{part} {wanted!r}: {cls!r} is no class with default_args, give one that derives from "
+            "the base of its kind in trinity_buffer.algorithm (docs/extending.md)"
         )
+    name = _name_of(part, wanted)
     defaults: Arguments = cls.default_args()
     # The order is the rule: what comes later wins.
     args = defaults | dict(recipe) | dict(own or {})
