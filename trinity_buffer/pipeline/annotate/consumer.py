@@ -1,6 +1,7 @@
 """A strategy as a consumer of the log: it reads units, decides them, and commits with its cursor.
 
-A unit is what a strategy decides at once, a group or several; `grouping` says when it is ready.
+A unit is what a strategy decides at once, a group or several. It is ready once its runs are stored,
+its batch is sealed or its time is over (`grouping`).
 
 What is decided, its annotations and the cursor are one transaction. After a crash before it, the
 next process reads the same rows and calls the strategy again: only the outcome is recorded once.
@@ -146,7 +147,8 @@ class StrategyConsumer:
     """Runs one strategy over one experiment; its annotations form the set ``name``.
 
     Any number of processes may run the same name: one of them holds a lease and decides, and the
-    others stand by until it ends or falls silent.
+    others stand by until it ends or falls silent. The lease is a row and no event. That its holder
+    was killed, processes of its machine see at once, others after ``lease_ttl_s`` of silence.
 
     Args:
         experiment: whose log is read.
@@ -361,6 +363,7 @@ class StrategyConsumer:
                 return True
             ending = ending or is_finished  # one more page: rows may precede the end
             if not ending or idle_us < math.inf:
+                # Now, rather than in the middle of the next group.
                 waiting.settle_imports()
                 due_us = min(overdue_us, idle_us, self._reader.due_us)
                 await wait.changed(state, max(0.0, (due_us - now_us()) / 1e6))
