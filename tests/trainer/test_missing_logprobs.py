@@ -114,6 +114,16 @@ async def test_what_is_computed_before_a_loss_takes_no_zeros_for_log_probs(
     prepare(step, made, models, recompute_old_logprob=True)
 
 
+async def test_advantages_are_computed_from_no_zeros_for_rewards(store_url: str) -> None:
+    made = without()
+    made[LACKING].reward = None
+    async with open_store(store_url) as store:
+        step = await served(await recorded(store, "run", "experience", made), strategy=None)
+        with pytest.raises(InvalidArgumentError, match=r"RLOOAdvantageFn .* b0/0/1/0/ has none"):
+            prepare(step, build("rloo", kl_loss_fn="none"), Models(policy()))
+        prepare(step, build("sft", kl_loss_fn="none"), Models(policy()))
+
+
 async def test_a_loss_for_two_kinds_of_rows_reads_none_of_the_experts(store_url: str) -> None:
     mixed = {
         "sample_strategy": "mix",

@@ -292,6 +292,15 @@ ALL_FAMILIES = tuple(identity.FAMILIES)
 _MODAL = "multi_modal_inputs."
 
 
+def _rewarded(lease: BatchLeased, facts: Facts, fields: Mapping[str, Field]) -> Array:
+    """Return which rows have a reward, or a run that has one."""
+    rewards = facts.reward
+    if lease.by_run:
+        groups = np.array(lease.groups)
+        rewards = reading.rewards_by_run(rewards, groups, facts.run, facts.step).rows
+    return ~np.isnan(rewards) | fields["token_level_reward"].present()
+
+
 @dataclass(frozen=True, slots=True)
 class LoadedRows:
     """Columns of the rows of one manifest, in its order.
@@ -304,6 +313,8 @@ class LoadedRows:
         unrecorded: if only some rows have log-probabilities, ``usual`` or ``expert`` -> uid of a
             row of that kind without them.
         unscorable: uid of a row that no trainer can score -> the sampling option that prevents it.
+        unrewarded: uid of a row without a reward, of which its run has none either; empty if no row
+            has any, None if all have one.
     """
 
     facts: Facts
@@ -312,6 +323,7 @@ class LoadedRows:
     multi_modal: Sequence[Mapping[str, Tensor]]
     unrecorded: Mapping[str, str] = field(default_factory=dict)
     unscorable: Mapping[str, str] = field(default_factory=dict)
+    unrewarded: str | None = None
 
     def reordered(self, order: Sequence[int]) -> LoadedRows:
         """Return the rows with row ``order[i]`` as row ``i``."""
@@ -406,7 +418,11 @@ class RowLoader:
                 options = [option for *_, option in spans if option is not None]
                 if options:
                     unscorable[self.uids(s, lease, [place])[0]] = options[0]
-        return LoadedRows(facts, expert, fields, modal, unrecorded, unscorable)
+        rewarded, unrewarded = expert | _rewarded(lease, facts, fields), None
+        if not rewarded.all():
+            one = int(rewarded.argmin())
+            unrewarded = self.uids(s, lease, [one])[0] if rewarded.any() else ""
+        return LoadedRows(facts, expert, fields, modal, unrecorded, unscorable, unrewarded)
 
     def load_leased(self, s: ReadSession, lease: BatchLeased, remedy: str) -> LoadedRows:
         """Return the columns of a leased step, or raise its `refusal`."""

@@ -130,6 +130,7 @@ def collate_step(
                 [*rows.facts.policy_version[part.rows]],
                 rows.unrecorded,
                 rows.unscorable,
+                unrewarded=rows.unrewarded,
             )
         )
     return step

@@ -116,6 +116,8 @@ class MicroBatch(Mapping[str, Any]):
             if other rows have them.
         unscorable: uid of a row of the step -> the sampling option that no trainer can score, such
             as ``top_p=0.9``.
+        unrewarded: uid of a row of the step whose run has no reward; empty if no row has any, None
+            if all have one.
         read_zeros: called when ``advantages`` are read that were never computed; None: they were.
     """
 
@@ -126,6 +128,7 @@ class MicroBatch(Mapping[str, Any]):
     unrecorded: Mapping[str, str] = field(default_factory=dict)
     unscorable: Mapping[str, str] = field(default_factory=dict)
     read_zeros: Callable[[], None] | None = None
+    unrewarded: str | None = None
 
     @override
     def __getitem__(self, key: str) -> Any:

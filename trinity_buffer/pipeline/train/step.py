@@ -109,7 +109,17 @@ class TrainStep:
         Args:
             advantage_fn: a trainer-side advantage function, such as ``ADVANTAGE_FN.get("rloo")()``.
             reduce: sums a tensor over ranks, for statistics over all ranks of the step.
+
+        Raises:
+            InvalidArgumentError: it reads rewards, and a row has none.
         """
+        lacking = next((m.unrewarded for m in self.microbatches), None)
+        if lacking is not None and getattr(advantage_fn, "reads_rewards", False):
+            raise InvalidArgumentError(
+                f"{type(advantage_fn).__name__} reads the rewards of all rows, and "
+                f"{lacking or 'every row of the step'} has none: store reward= with it, or ask the "
+                "stream for needs=('reward',), which rejects such rows"
+            )
         return self.apply(lambda batch, _: advantage_fn(batch, reduce=reduce)[1], reduce=reduce)
 
     def apply(
