@@ -29,6 +29,7 @@ from tests.warm_python import make_python, served
 from trinity_buffer import open_store
 from trinity_buffer.limits import resized
 
+gc.disable()  # until the tests are collected: what is made until then stays
 DATABASE = "test"
 STORE, EMPTY_STORE = "store", "empty_store"
 
@@ -138,6 +139,7 @@ def _beyond(most: int, items: list[pytest.Item]) -> set[pytest.Item]:
 
 def pytest_collection_finish() -> None:
     """Collect garbage seldom, and leave out what was imported: it was a seventh of all the time."""
+    gc.enable()
     gc.collect()
     gc.freeze()
     gc.set_threshold(50_000, 20, 20)
