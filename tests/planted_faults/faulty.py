@@ -8,6 +8,7 @@ takes long, and nothing of the package.
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import os
 import shutil
@@ -126,6 +127,7 @@ def main() -> None:
             shutil.copytree(ROOT / name, root / name)
         for name in ("pyproject.toml", "README.md"):
             shutil.copy(ROOT / name, root)
+        gc.freeze()  # else each fork walks, and so copies, all that was imported
         for fault in FAULTS[first::step]:
             if asked.text in fault.what:
                 code, test = red_test(root, fault)
