@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import anyio
+import numpy as np
 import pytest
 
 import trinity_buffer as tb
@@ -432,6 +433,18 @@ async def test_a_run_that_outlives_a_rewind_of_the_trainer_is_not_warned_of(
         versions = [one.policy_version async for one in experiment.read(batch="epoch0-0")]
     assert versions == [3]
     assert "model_version" not in caplog.text
+
+
+async def test_tasks_may_be_an_array(sqlite_url: str) -> None:
+    async with tb.open_store(sqlite_url) as store:
+        experiment = await store.experiment("run", config={})
+        options: dict[str, Any] = {"actor": "e0", "rollout": answer, "model": None}
+        options["tasks"] = np.array([7, 8])
+        await tb.explore(experiment, **options, **SMALL)
+        assert len(await runs(experiment)) == 4
+        options["tasks"] = np.array([])
+        with pytest.raises(InvalidArgumentError, match="tasks is empty"):
+            await tb.explore(experiment, **options, **SMALL)
 
 
 async def test_a_misspelt_option_is_named(sqlite_url: str) -> None:

@@ -427,14 +427,14 @@ class _TaskListExplorer(_Explorer):
 
     @override
     def __post_init__(self) -> None:
-        if not self.tasks or isinstance(self.tasks, str):
-            what = f"{self.tasks!r:.60}, a text" if self.tasks else "empty"
+        named = self.tasks if isinstance(self.tasks, Mapping) else enumerate(self.tasks)
+        self._tasks: dict[Key, Any] = dict(named)
+        if not self._tasks or isinstance(self.tasks, str):
+            what = f"{self.tasks!r:.60}, a text" if self._tasks else "empty"
             raise errors.InvalidArgumentError(
                 f"tasks is {what}: give a list with at least one task"
             )
         super().__post_init__()
-        named = self.tasks if isinstance(self.tasks, Mapping) else enumerate(self.tasks)
-        self._tasks: dict[Key, Any] = dict(named)
         self._slots = anyio.Semaphore(self.options.concurrency)
         # The newest that the store was seen to hold; infinite: it was warned.
         self._known_version = 0.0
