@@ -137,6 +137,18 @@ def test_texts_of_trinity_are_tokenised(sqlite_url: str, tokenizer: Path) -> Non
     assert trained(sqlite_url, "grpo") == 8
 
 
+def test_a_text_of_trinity_that_was_cut_off_has_no_end(
+    sqlite_url: str, tmp_path: Path, tokenizer: Path
+) -> None:
+    row = {"eid": {"batch": "b", "task": 1, "run": 0, "step": 0}, "reward": 1.0}
+    row |= {"prompt_text": "one two", "response_text": "three"}
+    row["truncate_status"] = "response_truncated"
+    path = rows_of(tmp_path / "x.jsonl", [row])
+    assert imported(sqlite_url, "trinity-rft", path, tokenizer).written == 1
+    (found,) = _read(sqlite_url)
+    assert words(found.tokens) == "one two three"
+
+
 @pytest.mark.parametrize("named", [True, False], ids=["named", "by their input"])
 def test_rollouts_of_verl_keep_their_groups(
     sqlite_url: str, tmp_path: Path, tokenizer: Path, named: bool

@@ -275,6 +275,8 @@ class Texts:
     def answer(self, prompt: Said, answered: Said, row: Mapping[str, Any] = NOTHING) -> list[int]:
         """Return the tokens of an answer to ``prompt``, with the one that ends it.
 
+        A text that the row calls truncated was cut off before that one.
+
         Raises:
             InvalidExperienceError: the chat template changes the prompt once it is answered, or a
                 message holds more than texts, is not of the assistant, or says nothing.
@@ -284,7 +286,8 @@ class Texts:
                 answered = [{"role": "assistant", "content": answered}]
             else:
                 end = self._tokenizer.eos_token_id
-                return self._text(answered) + ([] if end is None else [end])
+                is_cut = row.get("truncate_status") == "response_truncated"
+                return self._text(answered) + ([] if end is None or is_cut else [end])
         # All of them a model's: every token of an answer is trained.
         for message in _messages(answered):
             if message.get("role") != "assistant":
