@@ -163,9 +163,9 @@ def complaints(copy: Path) -> list[tuple[str, int]]:
     return [(file, int(line)) for file, line, _ in found]
 
 
-def ran(copy: Path, script: str, *arguments: str) -> str:
+def ran(python: str, copy: Path, script: str, *arguments: str) -> str:
     done = subprocess.run(
-        (sys.executable, "-c", script, *arguments),
+        (python, "-c", script, *arguments),
         cwd=copy,
         env={**os.environ, "PYTHONPATH": str(copy)},
         capture_output=True,
@@ -180,7 +180,9 @@ def changed(copy: Path) -> Sequence[str]:
     return [f"{file}" for file in files if (copy / file).read_bytes() != (ROOT / file).read_bytes()]
 
 
-def test_the_type_checker_names_every_reader_of_a_new_kind(copy: Path, tmp_path: Path) -> None:
+def test_the_type_checker_names_every_reader_of_a_new_kind(
+    warm_python: str, copy: Path, tmp_path: Path
+) -> None:
     events = copy / PACKAGE / "events.py"
     old = "\nclass UnknownEvent(Struct, frozen=True, kw_only=True):\n"
     replaced(events, old, KIND)
@@ -191,7 +193,9 @@ def test_the_type_checker_names_every_reader_of_a_new_kind(copy: Path, tmp_path:
         know(copy / file, line)
     assert complaints(copy) == []
     assert len(changed(copy)) + 1 <= 6, "with its writer"
-    assert "PolicyScored" in ran(copy, USE_OF_KIND, f"sqlite:///{tmp_path / 'draft.db'}")
+    assert "PolicyScored" in ran(
+        warm_python, copy, USE_OF_KIND, f"sqlite:///{tmp_path / 'draft.db'}"
+    )
 
 
 def know(path: Path, line: int) -> None:
@@ -211,9 +215,11 @@ def know(path: Path, line: int) -> None:
     )
 
 
-def test_a_new_column_comes_through_with_five_files(copy: Path, tmp_path: Path) -> None:
+def test_a_new_column_comes_through_with_five_files(
+    warm_python: str, copy: Path, tmp_path: Path
+) -> None:
     for file, old, new in COLUMN:
         replaced(copy / PACKAGE / file, old, new)
     assert len(changed(copy)) <= 5
     url, archive = f"sqlite:///{tmp_path / 'draft.db'}", str(tmp_path / "archive")
-    assert ran(copy, USE_OF_COLUMN, url, archive) == "came through\n"
+    assert ran(warm_python, copy, USE_OF_COLUMN, url, archive) == "came through\n"

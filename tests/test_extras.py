@@ -69,11 +69,11 @@ def test_the_records_of_other_peoples_packages_are_of_allowed_releases() -> None
         assert newest[package] in SpecifierSet(TESTED[package])
 
 
-def imported(module: str, folder: Path) -> str:
+def imported(python: str, module: str, folder: Path) -> str:
     """Return what is said where ``module`` is imported, with packages in ``folder``."""
     path = os.pathsep.join([str(folder), *sys.path])
     done = subprocess.run(
-        [sys.executable, "-c", f"import {module}"],
+        [python, "-c", f"import {module}"],
         env={**os.environ, "PYTHONPATH": path},
         capture_output=True,
         text=True,
@@ -82,10 +82,12 @@ def imported(module: str, folder: Path) -> str:
     return done.stderr.splitlines()[-1]
 
 
-@pytest.mark.long  # processes that import torch
-def test_a_release_that_was_not_tested_is_named_where_an_import_fails(tmp_path: Path) -> None:
+@pytest.mark.long  # processes
+def test_a_release_that_was_not_tested_is_named_where_an_import_fails(
+    warm_python: str, tmp_path: Path
+) -> None:
     for module in ("trl", "trl_async"):
-        assert imported(f"trinity_buffer.integrations.{module}", tmp_path).startswith(
+        assert imported(warm_python, f"trinity_buffer.integrations.{module}", tmp_path).startswith(
             "ImportError: this needs trl>=1.16,<1.17, the releases that were tested: "
             "pip install 'trinity-buffer[trl]' (No module named '"
         )
@@ -95,11 +97,11 @@ def test_a_release_that_was_not_tested_is_named_where_an_import_fails(tmp_path: 
     information = tmp_path / "trl-1.18.0.dist-info"
     information.mkdir()
     (information / "METADATA").write_text("Metadata-Version: 2.1\nName: trl\nVersion: 1.18.0\n")
-    assert imported("trinity_buffer.integrations.trl_async", tmp_path) == (
+    assert imported(warm_python, "trinity_buffer.integrations.trl_async", tmp_path) == (
         "ImportError: this needs trl>=1.16,<1.17, and trl 1.18.0 is installed: "
         "pip install 'trinity-buffer[trl]' (No module named 'trl.experimental')"
     )
-    assert imported("trinity_buffer.integrations.trinity_rft", tmp_path) == (
+    assert imported(warm_python, "trinity_buffer.integrations.trinity_rft", tmp_path) == (
         "ImportError: this needs trinity-rft>=0.6,<0.7, the releases that were tested: "
         "pip install 'trinity-rft>=0.6,<0.7' (No module named 'trinity')"
     )

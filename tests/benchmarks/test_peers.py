@@ -29,8 +29,8 @@ SMALL = ["--peers", "files", "--repetitions", "1", "--experiences", "512"]
 
 
 @pytest.mark.long
-def test_a_small_comparison_has_a_figure_for_each_operation_and_store() -> None:
-    command = [sys.executable, "-m", "benchmarks.peers", *SMALL]
+def test_a_small_comparison_has_a_figure_for_each_operation_and_store(warm_python: str) -> None:
+    command = [warm_python, "-m", "benchmarks.peers", *SMALL]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     found = {row["case"]: row for row in map(json.loads, done.stdout.splitlines())}
