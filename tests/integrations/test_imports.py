@@ -441,6 +441,18 @@ def test_what_cannot_be_read_is_told(tmp_path: Path, name: str, content: bytes, 
         list(Rows("sft").of(path))
 
 
+def test_one_split_of_a_saved_data_set_is_imported(tmp_path: Path) -> None:
+    (tmp_path / "dataset_dict.json").write_text('{"splits": ["train", "test"]}')
+    for split in ("train", "test"):
+        rows_of(tmp_path / split / "data-0.arrow", [{"a": split}])
+    with pytest.raises(InvalidArgumentError, match="the splits train, test: name one of them"):
+        list(Rows("sft").of(tmp_path))
+    assert [row.held for row in Rows("sft").of(tmp_path / "train")] == [{"a": "train"}]
+    (tmp_path / "dataset_dict.json").write_text('{"splits": ["train"]}')
+    shutil.rmtree(tmp_path / "test")
+    assert [row.held for row in Rows("sft").of(tmp_path)] == [{"a": "train"}]
+
+
 def test_rows_of_a_file_without_lines_are_counted(tmp_path: Path) -> None:
     path = rows_of(tmp_path / "x.json", [{"a": 1}, {"a": 2}])
     found = list(Rows("sft").of(path))

@@ -134,7 +134,14 @@ def _values(path: Path) -> Iterator[tuple[str, Any]]:
     """Yield where each row stands in a file, or in the files of a folder, and what it is."""
     if not path.exists():
         raise InvalidArgumentError(f"{path}: there is no such file or folder")
-    files = [path]
+    files, splits = [path], path / "dataset_dict.json"
+    if splits.is_file():  # of `save_to_disk`: rows to test on must not be trained
+        names = json.loads(splits.read_text())["splits"]
+        if len(names) > 1:
+            raise InvalidArgumentError(
+                f"{path} holds the splits {', '.join(names)}: name one of them, such as "
+                f"{path / names[0]}"
+            )
     if path.is_dir():
         files = [file for file in path.rglob("*") if file.suffix in READERS and file.is_file()]
     elif path.suffix not in READERS:
