@@ -30,6 +30,7 @@ ALIKE = {
     "a module": ["-m", "said", "a"],
     "a file": ["said.py", "-u"],
     "options": ["-u", "-P", "-c", "import sys; print('' in sys.path, sys.argv)", "-u"],
+    "a folder": ["-c", "import tempfile; print(tempfile.gettempdir())"],
     "what it is told": ["-c", "import sys; print(sys.stdin.read().upper())"],
     "last words": ["-c", "raise SystemExit('no')"],
     "an exit code": ["-c", "raise SystemExit(7)"],
@@ -46,7 +47,7 @@ WAITS = "import os, time; print(os.getpid(), flush=True); time.sleep(100)"
 def ended(python: str, words: list[str], folder: Path) -> tuple[int, str, str]:
     """Return how a Python ended, what it said, and how its last words ended."""
     (folder / "said.py").write_text(SAID)
-    environment = os.environ | {"OF_IT": "1", "PYTHONPATH": str(folder)}
+    environment = os.environ | {"OF_IT": "1", "PYTHONPATH": str(folder), "TMPDIR": str(folder)}
     done = subprocess.run(
         [python, *words],
         cwd=folder,

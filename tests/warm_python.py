@@ -1,12 +1,12 @@
 """A ``python`` that has imported torch already: what a test types costs milliseconds to start.
 
 `make_python` writes a small program with the command line of Python. It has a server fork a process
-that becomes what was asked for: with its arguments, environment, folder and open files, at the top
-of ``__main__``. The server has imported what others wrote and takes long, and nothing of ours: the
-package is the one that the command finds. The program hands on signals and
-ends as its process did; if it is killed, so is its process. Options of Python other than ``-u``,
-``-P``, ``-m`` and ``-c`` get a Python of their own, and so does pytest, which rewrites what it
-imports, and whoever installs.
+that becomes what was asked for: with its arguments, environment, folder and open files, at
+the top of ``__main__``. The server has imported what others wrote and takes long, and nothing of
+ours: the package is the one that the command finds. The program hands on signals and ends as its
+process did; if it is killed, so is its process. Options of Python other than ``-u``, ``-P``, ``-m``
+and ``-c`` get a Python of their own, and so does pytest, which rewrites what it imports, and
+whoever installs.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ import socket
 import struct
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -278,6 +279,7 @@ def _become(asked: Asked, own_path: list[str]) -> None:
     os.environ.update(asked.environment)
     os.environ.pop(ENDS_WITH_PARENT, None)  # the parent is the server
     os.chdir(asked.folder)
+    vars(tempfile).update(tempdir=None)  # the environment may name another
     random.seed()
     sys.modules["numpy"].random.seed()
     signal.signal(signal.SIGINT, signal.default_int_handler)
