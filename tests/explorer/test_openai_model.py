@@ -220,7 +220,10 @@ async def test_an_answer_that_cannot_be_trained_is_refused(url: str, vllm: VLLM,
 async def test_an_answer_that_lacks_sampled_tokens_is_refused(
     url: str, vllm: VLLM, tiny: Path
 ) -> None:
-    vllm.drops, vllm.model._ends = 1, frozenset()  # it says as much as it may
+    vllm.drops, endless = 1, vllm.model  # it says as much as it may
+    for source in (endless.tokenizer, endless.model.config, endless.model.generation_config):
+        source.eos_token_id = None
+    vllm.model = LocalModel(endless.model, endless.tokenizer, max_tokens=8)
     both = r"sampled 3 tokens .* answered with 2 token ids"
     async with asking(url, max_tokens=3) as model:
         with pytest.raises(InferenceServerError, match=both):

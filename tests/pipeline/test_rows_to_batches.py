@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pickle
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -160,7 +160,7 @@ async def test_the_denominators_are_those_of_the_masks(store_url: str) -> None:
     assert (counted.sequences, counted.active_sequences, counted.groups) == (8, 6, 2)
 
 
-def check_pixels(inputs: dict[str, torch.Tensor], wrote: Experience) -> None:
+def check_pixels(inputs: Mapping[str, torch.Tensor], wrote: Experience) -> None:
     """Compare a multi-modal column, dtype included."""
     expected = wrote.multi_modal_inputs or {}
     assert inputs.keys() == expected.keys()
