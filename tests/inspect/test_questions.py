@@ -253,6 +253,30 @@ async def test_rejections_are_those_of_the_tables(sample: SampleRun) -> None:
         await asked(sample, lambda source: inspector.rejections(source, by="nobody"))
 
 
+@pytest.mark.parametrize("limit", [1, 2, 3])
+async def test_what_was_rejected_last_is_shown_first(store_url: str, limit: int) -> None:
+    async with open_store(store_url) as store:
+        run = await store.experiment("run", config={})
+        writer = run.writer("e0")
+        for batch, runs in (("slow", 1), ("quick", 2)):
+            await writer.plan(batch, [0, 1], 2)
+            await writer.write([rollout(batch, t, r, 1.0) for t in (0, 1) for r in range(runs)])
+        await tb.run_strategy(run, ["reward_variance", "grpo"], name="varied")
+        await writer.seal("slow", 2)  # what was recorded first is decided last
+        await tb.run_strategy(run, ["reward_variance", "grpo"], name="varied")
+        seen, before = list[str](), None
+        while page := await inspector.rejections(now(run), by="varied", limit=limit, before=before):
+            last = [row.address.split(":") for row in page if row.position == page[-1].position]
+            before = min(int(position) * SLOTS + int(slot) for position, slot in last)
+            seen += [row.uid for row in page]
+        slow = {"slow/0/0/0/", "slow/1/0/0/"}
+        assert {*seen[:2]} == slow
+        assert sorted(seen) == sorted({*seen})
+        assert {*seen[2:]} == {f"quick/{task}/{of}/0/" for task in (0, 1) for of in (0, 1)}
+        newest = await inspector.rejections(now(run), limit=limit)
+        assert newest == await inspector.rejections(now(run), by="varied", limit=limit)
+
+
 async def test_staleness_is_the_step_less_one_less_the_version(sample: SampleRun) -> None:
     found = await asked(sample, inspector.staleness)
     assert [(s.step, s.actor, s.rows, s.mean, s.greatest) for s in found] == [

@@ -249,7 +249,8 @@ async def rejections(
         reason: only for this reason, or for those of this kind: ``invalid`` finds
             ``invalid: reward`` too.
         limit: at most so many.
-        before: only below this address; a page of one consumer begins where the last one ended.
+        before: only behind the row of this address; a page of one consumer begins where the last
+            one ended.
 
     Raises:
         UnknownNameError: no such consumer.

@@ -196,7 +196,7 @@ def rejected(
     limit: int,
     before: int | None = None,
 ) -> list[RejectedRow]:
-    """Return rows that a consumer rejected, by descending address, below ``before`` if given.
+    """Return rows that a consumer rejected, the last first; with ``before``, those behind it.
 
     Of `DOOR`, the experiences that were refused there.
     """
@@ -210,12 +210,18 @@ def rejected(
 # alone.
 _FOR = (
     "AND (CAST(:reason AS text) IS NULL OR {0} = :reason "
-    "OR substr({0}, 1, length(CAST(:kind AS text))) = :kind) AND address < :before"
+    "OR substr({0}, 1, length(CAST(:kind AS text))) = :kind)"
 )
-_REJECTED_FOR = Statement(f"{_REJECTED} AND consumer = :by {_FOR.format('reason')} {_DOWN}")
+# By the event that rejected: a group that was long incomplete is rejected after newer ones.
+_REJECTED_FOR = Statement(
+    f"{_REJECTED} AND consumer = :by {_FOR.format('reason')} AND (position, address) < "
+    "(coalesce((SELECT position FROM rejection WHERE experiment = :of AND consumer = :by "
+    "AND address = :before), :before), :before) ORDER BY position DESC, address DESC LIMIT :most"
+)
 _REFUSED_FOR = Statement(
     f"SELECT '{writer_queries.DOOR}', address, refused, address >> {SLOT_BITS} FROM experience "
-    f"WHERE experiment = :of AND refused IS NOT NULL {_FOR.format('refused')} {_DOWN}"
+    f"WHERE experiment = :of AND refused IS NOT NULL {_FOR.format('refused')} "
+    f"AND address < :before {_DOWN}"
 )
 
 

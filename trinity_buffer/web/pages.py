@@ -381,8 +381,8 @@ async def rejected_page(asked: Asked) -> Page:
     )
     more = None
     if by and len(page) == PAGE:
-        parts = (row.address.partition(":") for row in page)
-        more = min(first_address(int(position)) + int(slot) for position, _, slot in parts)
+        last = [row.address.split(":") for row in page if row.position == page[-1].position]
+        more = min(first_address(int(position)) + int(slot) for position, slot in last)
     return "rejected.html", {
         "counts": await inspector.rejection_counts(source),
         "rejected": page,
