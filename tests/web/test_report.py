@@ -107,7 +107,18 @@ def test_a_curve_has_a_gap_where_a_value_is_missing() -> None:
 
 
 @pytest.mark.parametrize(
-    ("values", "counts"), [([], []), ([2.0, 2.0], [2]), ([0.0, 1.0, 1.0], [1, *[0] * 10, 2])]
+    ("values", "counts"),
+    [
+        ([], []),
+        ([2.0, 2.0], [2]),
+        ([0.0, 1.0, 1.0], [1, 2]),
+        ([0.0, 0.25, 0.25, 0.26, 0.5, 1.0], [1, 3, 1, 1]),
+        ([0.1, 0.7, 0.3], [1, 1, 1]),
+    ],
 )
-def test_every_value_is_in_one_bar(values: list[float], counts: list[int]) -> None:
-    assert [bar["count"] for bar in histogram(values)] == counts
+def test_every_value_is_in_one_bar_and_within_its_ends(
+    values: list[float], counts: list[int]
+) -> None:
+    bars = histogram(values)
+    assert [bar["count"] for bar in bars] == counts
+    assert [sum(bar["low"] <= v <= bar["high"] for v in values) for bar in bars] == counts

@@ -50,29 +50,32 @@ def lines(name: str, points: Sequence[tuple[int, float | None]]) -> Shape | None
 
 
 def histogram(values: Sequence[float], bins: int = 12) -> list[Shape]:
-    """Return the bars of ``values`` in ``bins`` of equal width; one bar where all are equal."""
+    """Return the bars of ``values`` in ``bins`` of equal width; one bar where all are equal.
+
+    ``low`` and ``high`` are of the values of a bar; one without any is left out.
+    """
     if not values:
         return []
     low, high = min(values), max(values)
     bins = 1 if high == low else bins
-    counts = [0] * bins
+    parts: list[list[float]] = [[] for _ in range(bins)]
     for value in values:
         share = 0.0 if high == low else (value - low) / (high - low)
         # The greatest value itself would fall behind the last bar.
-        counts[min(int(share * bins), bins - 1)] += 1
-    width, most = (WIDTH - 16) / bins, max(counts)
-    size = (high - low) / bins
+        parts[min(int(share * bins), bins - 1)].append(value)
+    width, most = (WIDTH - 16) / bins, max(map(len, parts))
     return [
         {
             "x": round(8 + at * width, 1),
-            "y": round(TOP + (HEIGHT - TOP - BOTTOM) * (1 - count / most), 1),
+            "y": round(TOP + (HEIGHT - TOP - BOTTOM) * (1 - len(part) / most), 1),
             "width": round(width - 2, 1),
-            "height": round((HEIGHT - TOP - BOTTOM) * count / most, 1),
-            "low": low + at * size,
-            "high": low + (at + 1) * size,
-            "count": count,
+            "height": round((HEIGHT - TOP - BOTTOM) * len(part) / most, 1),
+            "low": min(part),
+            "high": max(part),
+            "count": len(part),
         }
-        for at, count in enumerate(counts)
+        for at, part in enumerate(parts)
+        if part
     ]
 
 
