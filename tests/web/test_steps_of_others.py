@@ -7,6 +7,7 @@ import re
 
 import anyio
 import numpy as np
+import pytest
 from starlette.testclient import TestClient
 
 from tests.handles import StepMeasures
@@ -53,3 +54,31 @@ def test_a_step_of_another_experiments_trainer_is_linked_to_its_page(store_url: 
         page = client.get("/expert/rollout", params={"uid": uid}).text
         (path,) = re.findall(r'href="(/run/steps/[^"]+)"', page)
         assert "Step 1 of <bdi>100% own</bdi>" in client.get(html.unescape(path)).text
+
+
+def test_a_page_of_steps_without_versions_leads_on(
+    store_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("trinity_buffer.web.pages.PAGE", 1)
+
+    async def train() -> None:
+        async with open_store(store_url) as store:
+            experiment = await store.experiment("run", config={"rollouts_per_group": 2})
+            rows = [rollout("b", task, run, run / 2) for task in range(3) for run in range(2)]
+            for row in rows:
+                row.info = {} if row.eid.task == 1 else row.info
+            await experiment.writer("e0").write(rows)
+            await run_strategy(experiment, "grpo")
+            async with experiment.train_stream(strategy="grpo", groups_per_step=1) as stream:
+                async for step in stream:
+                    await stream.commit(step, checkpoint=None)
+
+    anyio.run(train)
+    with TestClient(inspector(store_url), base_url=BASE) as client:
+        pages = [client.get(f"/run/staleness?after={after}").text for after in range(4)]
+        links = [re.findall(r'href="[^"]*staleness\?(?:after=)?(\d*)', page) for page in pages]
+    assert {*links[1]} >= {"0", "2"}
+    assert [page.count("Of these steps no policy version is known.") for page in pages] == [
+        *(0, 1, 0, 0)
+    ]
+    assert [page.count("No step yet.") for page in pages] == [*(0, 0, 0, 1)]
