@@ -55,6 +55,7 @@ async def test_tokens_name_the_policy_that_said_each(store_url: str) -> None:
         {"begin": 4, "end": 6, "version": "10"},
         {"begin": 6, "end": 7, "version": "11"},
         {"begin": 7, "end": 8, "version": "main"},
+        {"begin": 7, "end": 8, "version": "11", "later_version": "12"},  # whose it is, nobody knows
         {"begin": 5, "end": 8, "version": "9" * 400},
         "nonsense",
     ]

@@ -136,6 +136,8 @@ def _versions(segment: Segment, slot: int, row: ExperienceRow) -> Numbers | None
     placed = np.full(row.length, np.nan)
     for part in parts:  # what is in an info is the explorer's own: it may be anything
         match part:
+            case {"later_version": _}:
+                pass  # weights changed during the turn: whose each of its tokens is, none can tell
             case {"begin": int(begin), "end": int(end), "version": str(version)} if (
                 version.isdecimal() and len(version) <= LONGEST_VERSION and 0 <= begin <= end
             ):
