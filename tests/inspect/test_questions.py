@@ -236,6 +236,20 @@ async def test_a_rewind_and_the_commit_before_it_decided_too(tmp_path: Path) -> 
     assert first.seconds == pytest.approx((times[commits[4]] - times[rewinds[1]]) / 1e6, abs=1e-6)
 
 
+async def test_groups_show_the_rewards_that_their_set_compared(store_url: str) -> None:
+    async with open_store(store_url) as store:
+        run = await store.experiment("run", config={"rollouts_per_group": 3})
+        await run.writer("e0").write([rollout("b", 0, at, float(at)) for at in range(3)])
+        await tb.assign_rewards(run, "judge", lambda e: None if e.eid.run == 2 else -4.0 * e.eid.run)
+        await tb.run_strategy(run, "grpo")
+        await tb.run_strategy(run, "grpo", name="judged", rewards="judge")
+        (own,) = await inspector.groups(now(run), annotation_set="grpo")
+        (judged,) = await inspector.groups(now(run), annotation_set="judged")
+    assert (own.mean, [one.reward for one in own.runs]) == (1.0, [0.0, 1.0, 2.0])
+    assert (judged.mean, [one.reward for one in judged.runs]) == (-2.0, [0.0, -4.0, None])
+    assert judged.deviation == pytest.approx(8**0.5)
+
+
 async def test_rejections_are_those_of_the_tables(sample: SampleRun) -> None:
     found = await asked(sample, inspector.rejections)
     plain = sql(sample, "SELECT consumer, reason, position FROM rejection")

@@ -28,6 +28,7 @@ class RunView:
     """One experience of a group.
 
     Attributes:
+        reward: as it was recorded; of a set that takes those of a scoring, as that has it now.
         advantage: mean over its tokens; of a value that is one number times the action mask, that
             number. None where there is no annotation.
         state: what became of it.
@@ -112,9 +113,15 @@ async def groups(
             return sorted(keys, key=newest.__getitem__, reverse=True)[:limit]
 
         def read(tx: Transaction) -> list[tuple[BatchRow | None, _Members]]:
-            chosen = chosen_set(writer_queries.consumers(tx, source.key), annotation_set)
+            consumers = writer_queries.consumers(tx, source.key)
+            chosen = chosen_set(consumers, annotation_set)
+            scoring = consumers[chosen].config.get("rewards") if chosen in consumers else None
             groups: dict[tuple[str, str], _Members] = {key: [] for key in newest_keys(tx)}
             rows = inspection.members(tx, source.key, list(groups))
+            if scoring is not None:  # whose rewards the set compared, in place of the recorded ones
+                wanted = [row.address for row in rows]
+                given = writer_queries.assigned_rewards(tx, source.key, scoring, wanted)
+                rows = [row._replace(reward=given.get(row.address)) for row in rows]
             decided = fates(tx, source.key, rows)
             for row in rows:
                 fate = next((f for f in decided[row.address] if f.annotation_set == chosen), None)
