@@ -21,6 +21,7 @@ from tests.sample_run import SampleRun, record_sample_run, rollout
 from trinity_buffer import inspector, open_store
 from trinity_buffer.errors import DamagedSegmentError, InvalidArgumentError, UnknownNameError
 from trinity_buffer.inspector.source import Source, as_of, now
+from trinity_buffer.inspector.step_lines import ROW_ORDERS
 
 SLOTS = 1 << 20
 
@@ -236,11 +237,32 @@ async def test_a_rewind_and_the_commit_before_it_decided_too(tmp_path: Path) -> 
     assert first.seconds == pytest.approx((times[commits[4]] - times[rewinds[1]]) / 1e6, abs=1e-6)
 
 
+@pytest.mark.parametrize(("order", "last"), [("reward", {"0", "2"}), ("staleness", {"3"})])
+async def test_rows_without_a_number_come_last(store_url: str, order: str, last: set[str]) -> None:
+    async with open_store(store_url) as store:
+        run = await store.experiment("run", config={"rollouts_per_group": 2})
+        some = [rollout("b", 0, at // 2, 0.0) for at in range(4)]
+        for at, row in enumerate(some):
+            row.eid, row.reward = replace(row.eid, step=at), (None, -2.0, None, -1.0)[at]
+            row.info = {"model_version": 3} if at < 3 else {}
+        await run.writer("e0").write(some)
+        await tb.run_strategy(run, "step_wise_grpo")
+        async with run.train_stream(strategy="step_wise_grpo") as stream:
+            async for step in stream:
+                await stream.commit(step, checkpoint=None)
+        rows = (await inspector.blame(now(run), 1)).rows
+    ordered = [row.uid.split("/")[3] for row in sorted(rows, key=ROW_ORDERS[order])]
+    assert {*ordered[-len(last) :]} == last
+    assert order != "reward" or ordered[:2] == ["3", "1"]
+
+
 async def test_groups_show_the_rewards_that_their_set_compared(store_url: str) -> None:
     async with open_store(store_url) as store:
         run = await store.experiment("run", config={"rollouts_per_group": 3})
         await run.writer("e0").write([rollout("b", 0, at, float(at)) for at in range(3)])
-        await tb.assign_rewards(run, "judge", lambda e: None if e.eid.run == 2 else -4.0 * e.eid.run)
+        await tb.assign_rewards(
+            run, "judge", lambda e: None if e.eid.run == 2 else -4.0 * e.eid.run
+        )
         await tb.run_strategy(run, "grpo")
         await tb.run_strategy(run, "grpo", name="judged", rewards="judge")
         (own,) = await inspector.groups(now(run), annotation_set="grpo")

@@ -107,12 +107,12 @@ class EatenRow:
 
 RowOrder = Literal["slot", "abs-advantage", "reward", "staleness", "length", "loss-share"]
 
-# The slot breaks ties, so that two calls show the same order.
+# The slot breaks ties, so that two calls show the same order. Rows without the number come last.
 ROW_ORDERS: dict[str, Callable[[EatenRow], tuple[float, int]]] = {
     "slot": lambda row: (0, row.slot),
     "abs-advantage": lambda row: (-abs(row.advantage or 0.0), row.slot),
-    "reward": lambda row: (-(row.reward or 0.0), row.slot),
-    "staleness": lambda row: (-(row.staleness or 0), row.slot),
+    "reward": lambda row: (math.inf if row.reward is None else -row.reward, row.slot),
+    "staleness": lambda row: (math.inf if row.staleness is None else -row.staleness, row.slot),
     "length": lambda row: (-row.length, row.slot),
     "loss-share": lambda row: (-row.measured.get("loss_share", 0.0), row.slot),
 }

@@ -192,14 +192,15 @@ async def staleness_page(asked: Asked) -> Page:
     """Return how old what was trained on was: a lane for each actor, and step by step."""
     after, ages = asked.whole("after"), await _of_trainer(asked, inspector.staleness, PAGE)
     # Steps of which no version is known have no line here, and others come before and after them.
-    shown = ages or await _of_trainer(asked, inspector.steps, PAGE)
-    first = shown[0].step if shown else 0
+    steps = [age.step for age in ages]
+    steps = steps or [line.step for line in await _of_trainer(asked, inspector.steps, PAGE)]
+    first = steps[0] if steps else 0
     return "staleness.html", {
         "rows": ages,
         "lanes": lanes(ages),
         "actors": inspector.growth_by_actor(ages),
         "older": max(0, first - 1 - PAGE) if first > 1 else None,
-        "newer": shown[-1].step if shown and after is not None else None,
+        "newer": steps[-1] if steps and after is not None else None,
         "first": first,
         "trainer": asked.text("trainer"),
     }
