@@ -151,3 +151,12 @@ def test_a_temperature_that_servers_do_not_sample_at_is_refused(
 ) -> None:
     with pytest.raises(InvalidArgumentError, match=rf"temperature={temperature}: 0.01 or more"):
         LocalModel(tiny, temperature=temperature)
+
+
+@pytest.mark.parametrize("limit", [0, -1, True, 2.5, math.nan])
+@pytest.mark.parametrize("name", ["max_tokens", "max_rows"])
+async def test_a_limit_is_a_number_of_at_least_1(name: str, limit: Any, tiny: Path) -> None:
+    with pytest.raises(InvalidArgumentError, match=f"{name} must be an integer, at least 1"):
+        LocalModel(tiny, **{name: limit})
+    with pytest.raises(InvalidArgumentError, match="max_tokens must be an integer, at least 1"):
+        await LocalModel(tiny).complete("a", max_tokens=limit)

@@ -273,8 +273,18 @@ def test_log_probs_of_another_distribution_are_refused(bent: dict[str, Any]) -> 
 
 
 def test_a_dialect_that_there_is_not_is_refused_at_once() -> None:
-    with pytest.raises(InvalidArgumentError, match=r"dialect='sglan'.*vllm or sglang"):
+    with pytest.raises(InvalidArgumentError, match=r"dialect must be one of 'vllm', 'sglang', not"):
         OpenAIModel("http://127.0.0.1:1", dialect="sglan")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "option",
+    [{"logprobs_mode": "processed"}, {"max_new_tokens": 3}, {"max_completion_tokens": 3}],
+    ids=lambda option: next(iter(option)),
+)
+def test_what_a_server_would_not_know_is_refused_at_once(option: dict[str, Any]) -> None:
+    with pytest.raises(InvalidArgumentError, match=f"{next(iter(option))} must be"):
+        OpenAIModel("http://nobody", **option)
 
 
 def test_neutral_values_are_not_refused() -> None:

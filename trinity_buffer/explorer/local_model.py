@@ -18,6 +18,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from trinity_buffer.algorithm.arguments import require
 from trinity_buffer.errors import CheckpointError, InvalidArgumentError
 from trinity_buffer.explorer.conversation import ChatFormat, Completion, decoded
 from trinity_buffer.lazy import extra
@@ -50,7 +51,7 @@ class LocalModel:
         max_rows: completions that are sampled at once.
 
     Raises:
-        InvalidArgumentError: there is no such model, or no such temperature.
+        InvalidArgumentError: there is no such model, or no such temperature or limit.
     """
 
     def __init__(
@@ -67,6 +68,8 @@ class LocalModel:
                 f"temperature={temperature}: {LEAST_TEMPERATURE} or more, or 0 for the likeliest "
                 "tokens"
             )
+        for name, value in (("max_tokens", max_tokens), ("max_rows", max_rows)):
+            _require_count(name, value)
         if isinstance(model, str | Path):
             tokenizer = load_tokenizer(model) if tokenizer is None else tokenizer
             model = load_causal_lm(model)
@@ -122,7 +125,9 @@ class LocalModel:
     ) -> Completion:
         """Return how the model continues ``prompt``, a text or token ids."""
         ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
-        asked = _Asked(ids, self._max_tokens if max_tokens is None else max_tokens)
+        most = self._max_tokens if max_tokens is None else max_tokens
+        _require_count("max_tokens", most)
+        asked = _Asked(ids, most)
         self._waiting.append(asked)
         try:
             await anyio.lowlevel.checkpoint()  # who asks at the same time is answered together
@@ -191,6 +196,11 @@ class LocalModel:
         else:
             tokens = logprobs.argmax(-1)
         return tokens, logprobs.gather(1, tokens[:, None])[:, 0]
+
+
+def _require_count(name: str, value: Any) -> None:
+    is_count = isinstance(value, int) and not isinstance(value, bool) and value >= 1
+    require(is_count, name, value, "be an integer, at least 1")
 
 
 def load_causal_lm(path: str | Path) -> Any:

@@ -14,11 +14,12 @@ from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property, partial
 from pathlib import Path
-from typing import Any, Literal, NoReturn, Self
+from typing import Any, Literal, NoReturn, Self, get_args
 
 import anyio.to_thread
 
 from trinity_buffer import errors
+from trinity_buffer.algorithm.arguments import one_of, require
 from trinity_buffer.explorer.conversation import ChatFormat, Completion, as_texts, understanding
 from trinity_buffer.explorer.explore import use_newest
 from trinity_buffer.explorer.local_model import load_tokenizer
@@ -495,10 +496,11 @@ class OpenAIModel:
         require_ids: bool = True,
         **sampling: Any,
     ) -> None:
-        if dialect not in VERSION_AT:
-            raise errors.InvalidArgumentError(
-                f"dialect={dialect!r:.40}: the server is asked as {' or '.join(VERSION_AT)}"
-            )
+        one_of("dialect", dialect, VERSION_AT)
+        one_of("logprobs_mode", logprobs_mode, get_args(LogprobsMode))
+        # By other names a server may not know the limit, or prefer it to that of a call.
+        for name in ("max_completion_tokens", "max_new_tokens"):
+            require(sampling.get(name) is None, name, sampling.get(name), "be called max_tokens")
         options = {k: sampling.pop(k) for k in ("api_key", "timeout_s") if k in sampling}
         self.server = Server(url, **options)
         self.name = model
@@ -510,9 +512,7 @@ class OpenAIModel:
             "logprobs_mode": logprobs_mode,
             "sampling": changes(self._sampling),
         }
-        if isinstance(tokenizer, str):
-            tokenizer = load_tokenizer(tokenizer)
-        self._tokenizer = tokenizer
+        self._tokenizer = load_tokenizer(tokenizer) if isinstance(tokenizer, str) else tokenizer
         self._weights = ServedWeights(self.server)
         if require_ids:
             require_sampled(self._sampling, logprobs_mode)
