@@ -90,3 +90,27 @@ def test_a_mistyped_command_is_told_what_was_meant(cli: Cli) -> None:
     ended = cli("stat")
     assert ended.code == 2
     assert "Did you mean 'stats'?" in ended.err
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("stats", "--store", "a.db", "--store=b.db"), "--store is there 2 times: give it once"),
+        (
+            ("annotate", "--strategy", "grpo", "--strategy", "opmd"),
+            "--strategy is there 2 times: give it once",
+        ),
+        (("stats", "--store", ""), "--store is empty: give it a value, or leave it out"),
+        (("replay", "--loss="), "--loss is empty: give it a value, or leave it out"),
+    ],
+)
+def test_an_option_that_would_mean_something_else_is_refused(
+    cli: Cli, words: tuple[str, ...], said: str
+) -> None:
+    ended = cli(*words)
+    assert (ended.code, said in ended.err) == (2, True), ended.err
+
+
+def test_what_may_be_repeated_is_not_refused(cli: Cli) -> None:
+    ended = cli("explore", "--actor", "e", "--set", "a=1", "--set", "b=2", "--store", "x.db")
+    assert "there is no key 'a', 'b'" in ended.err

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
 import typer
-from typer.core import TyperGroup
+from typer.core import TyperCommand, TyperGroup
 from typing_extensions import override
 
 from trinity_buffer import __version__
@@ -48,6 +48,24 @@ def summary_of(name: str) -> str:
     return own.split('"""', 2)[1].splitlines()[0]
 
 
+class OwnCommand(TyperCommand):
+    """A command that refuses an empty option, and two of one that takes a single value."""
+
+    @override
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        values, _, written = self.make_parser(ctx).parse_args(args=[*args])
+        options: list[Any] = [one for one in written if one.param_type_name == "option"]
+        for option in options:
+            # The last one would win, as if the others had not been written.
+            count = options.count(option)
+            if count > 1 and not (option.multiple or option.is_flag):
+                ctx.fail(f"{option.opts[0]} is there {count} times: give it once")
+            # An unset variable of a shell would mean the default: another store, say.
+            if values[option.name] == "":
+                ctx.fail(f"{option.opts[0]} is empty: give it a value, or leave it out")
+        return super().parse_args(ctx, args)
+
+
 class CommandTable(TyperGroup):
     """The group of all commands: each is loaded when it is run, and listed without that."""
 
@@ -68,7 +86,7 @@ class CommandTable(TyperGroup):
         gc.disable()
         try:
             loaded = import_module(f"{__package__}.{module}")
-            alone.command(cmd_name)(getattr(loaded, function))
+            alone.command(cmd_name, cls=OwnCommand)(getattr(loaded, function))
         finally:
             gc.freeze()
             gc.enable()
