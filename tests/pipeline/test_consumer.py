@@ -52,6 +52,11 @@ async def test_grpo_computes_what_the_formula_says(store_url: str) -> None:
         torch.testing.assert_close(advantages, mask * torch.tensor(value, dtype=torch.float32))
 
 
+async def test_a_lease_of_null_is_that_of_the_default(store_url: str) -> None:
+    async with opened(store_url, lease_ttl_s=None) as experiment:
+        assert (await run_strategy(experiment, "grpo")).annotated == 0
+
+
 async def test_units_are_whole_groups_and_steps_count_the_calls(store_url: str) -> None:
     async with opened(store_url) as experiment:
         writer = experiment.writer("e0")

@@ -196,7 +196,7 @@ class StrategyConsumer:
         self._presence = waiting.Presence(database, key, "strategy", self.name)
         # Several trainers share the set `recorded`, and may decide at once: the rows of `waiting`
         # let one of them win, and the others go on from what it left.
-        ttl_s = float(experiment.config.get("lease_ttl_s", TTL_S))
+        ttl_s = float(experiment.config.get("lease_ttl_s") or TTL_S)
         self._lease = StrategyLease(database, key, self.name, ttl_s, alone=not speaks)
         self.has_read_all = False  # up to the head at the last read
         self._calls = 0  # how often the strategy was called, by any process of its name
