@@ -283,6 +283,23 @@ def test_a_function_that_returns_no_tasks_is_told_in_a_sentence(
     assert said in ended.err
 
 
+@pytest.mark.parametrize(
+    ("word", "said"),
+    [
+        ("evaluate=null", "evaluation.target_accuracy=0.95 needs evaluate=MODULE:FUNCTION"),
+        ("teacher=model", "teacher='model': algorithm 'grpo' distils nothing"),
+    ],
+)
+def test_what_would_do_nothing_is_refused(
+    own: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch, word: str, said: str
+) -> None:
+    monkeypatch.chdir(own.parent)
+    for words in (("train",), ("explore", "--actor", "e0", "--batches", 1)):
+        ended = cli(*words, "--config", own, "--set", word)
+        assert (ended.code, said in ended.err) == (2, True), ended.err
+    assert not (own.parent / "own.db").exists()
+
+
 @pytest.mark.parametrize("key", ["model", "reference", "teacher"])
 def test_a_trainer_looks_at_its_models_before_it_records(own: Path, cli: Cli, key: str) -> None:
     file = written(own.parent, rollout="a:b", **{key: "nowhere"})

@@ -45,7 +45,14 @@ def test_an_algorithm_that_needs_none_of_them_is_tried(
     assert (ended.code, "step 2: loss" in ended.out) == (0, True), ended.err
 
 
-@pytest.mark.parametrize("key", ["groups_per_step=1", "layout=packed", "strategy=grpo"])
+@pytest.mark.parametrize(
+    "key",
+    [
+        *("groups_per_step=1", "layout=packed", "strategy=grpo", "strategy_args.epsilon=1"),
+        *("evaluation.every_steps=1", "algorithm_args.add_strategy_args.epsilon=1"),
+        *("max_skipped_steps=1", "tokenizer=x"),
+    ],
+)
 def test_a_key_that_would_change_nothing_is_refused(cli: Cli, store: Path, key: str) -> None:
     ended = cli("replay", "--store", store, "--set", key)
     said = f"error: --set {key.partition('=')[0]}: a replay takes its steps, their micro-batches"

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from trinity_buffer import open_store
-from trinity_buffer.cli.roles import prepare
+from trinity_buffer.cli.roles import annotate, prepare
 from trinity_buffer.cli.run_config import algorithm_of, overridden, read_file, resolved
 from trinity_buffer.errors import InvalidArgumentError, UnknownNameError
 from trinity_buffer.trainer.requirements import strategies_of, strategy_of, stream_options
@@ -103,6 +103,49 @@ def test_a_key_of_its_own_wins_over_the_arguments() -> None:
     assert strategies_of(algorithm)[0] == ["opmd"]
     assert "epsilon" not in strategies_of(algorithm)[1]
     assert algorithm.rollouts_per_group == 4
+
+
+def test_a_name_that_says_what_is_chosen_anyway_keeps_the_arguments() -> None:
+    given = {"policy_loss_fn_args": {"clip_range": 0.5}, "add_strategy_args": {"epsilon": 0.25}}
+    named = {"loss": {"name": "ppo"}, "strategy": "grpo"}
+    for own in ({}, {"policy_loss_fn": "ppo", "add_strategy": "grpo"}):
+        algorithm = algorithm_of(resolved({**named, "algorithm_args": {**given, **own}}))
+        assert algorithm.choices["policy_loss_fn"].args["clip_range"] == 0.5
+        assert strategies_of(algorithm)[1]["epsilon"] == 0.25
+
+
+def test_an_argument_that_no_stream_takes_is_not_dropped() -> None:
+    args = {"sample_strategy_args": {"sft_dataset_name": "mine"}}
+    algorithm = algorithm_of(resolved({"algorithm": "mix", "algorithm_args": args}))
+    with pytest.raises(InvalidArgumentError, match=r"not sft_dataset_name"):
+        stream_options(algorithm)
+    assert stream_options(algorithm_of(resolved({"algorithm": "mix"})))["expert_data_ratio"] == 0.5
+
+
+def test_a_section_that_is_set_keeps_the_keys_that_it_leaves_out() -> None:
+    before = {"optimizer": {"weight_decay": 0.25, "learning_rate": 0.5}}
+    then = overridden(before, ["optimizer.warmup_steps=3", "optimizer={learning_rate=0.1}"])
+    wanted = {"weight_decay": 0.25, "learning_rate": 0.1, "warmup_steps": 3}
+    assert then["optimizer"] == wanted
+
+
+@pytest.mark.parametrize("several", [False, True])
+async def test_an_argument_of_annotate_leaves_the_others_of_the_run_as_they_are(
+    new_sqlite_url: str, several: bool
+) -> None:
+    configured: dict[str, Any] = {"std_threshold": 0.25, "epsilon": 0.5}
+    changed: dict[str, Any] = {"epsilon": 0.125}
+    if several:
+        configured, changed = {"grpo": configured}, {"grpo": changed}
+    config = {"strategy": "reward_variance+grpo" if several else "grpo"}
+    config |= {"strategy_args": configured, "model": {}}
+    async with open_store(new_sqlite_url) as store:
+        opened = await store.experiment("x", config=config)
+        await annotate(new_sqlite_url, "x", strategy=None, name="n", args=changed, follow=False)
+        async for event in opened.events(kinds=["ConsumerRegistered"]):
+            args: dict[str, Any] = event.fact.config["args"]
+            args = args.get("grpo", args)
+    assert (args["std_threshold"], args["epsilon"]) == (0.25, 0.125)
 
 
 def test_an_entropy_bonus_may_be_asked_of_an_algorithm_without_one() -> None:

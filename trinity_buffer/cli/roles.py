@@ -63,10 +63,14 @@ OF_STEPS = frozenset(
         *("groups_per_batch", "groups_per_step", "rollouts_per_group", "tokens_per_microbatch"),
         *("layout", "max_staleness", "max_queued_groups", "strategy", "strategy_args"),
         *("group_timeout_s", "idle_s", "on_incomplete_group", "stalled_after_s"),
-        *("commit_every_steps", "max_steps"),
+        *("commit_every_steps", "max_steps", "max_tokens", "max_rejected_steps", "lease_ttl_s"),
+        *("algorithm_args.add_strategy", "algorithm_args.add_strategy_args", "expert_experiment"),
+        *("algorithm_args.sample_strategy", "algorithm_args.sample_strategy_args", "evaluation"),
+        *("async_checkpoints", "record_row_metrics", "record_token_metrics", "max_skipped_steps"),
+        *("rollout", "tasks", "evaluate", "explorer", "server", "server_type", "tokenizer"),
     }
 )
-"""Keys without effect on a replay: they decide what steps hold, and when a run commits and ends."""
+"""Keys without effect on a replay: of what steps hold, and when a run measures, commits, ends."""
 
 SET_BY_TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -358,7 +362,11 @@ async def annotate(
         else:
             config = await _config_of(store, opened)
             names, configured = strategies_of(run_config.algorithm_of(config))
-            args = configured if args is None else args
+            several = len(names) > 1  # each has a table of its own
+            for key, value in (args or {}).items():
+                inner = configured.get(key) if several and isinstance(value, Mapping) else None
+                configured[key] = value if inner is None else {**inner, **value}
+            args = configured
         if names:
             return await run_named(opened, names, args, **options)
         if follow:
@@ -683,7 +691,7 @@ async def _run_to_replay(
     """Return how a run is replayed on this device with ``overrides``, and how it had ended."""
     # Refused rather than ignored: the user would take equal weights for a result.
     for key in (renamed_key(override.partition("=")[0]) for override in overrides):
-        if key in OF_STEPS:
+        if any(f"{key}.".startswith(f"{one}.") for one in OF_STEPS):
             raise errors.InvalidArgumentError(
                 f"--set {key}: a replay takes its steps, their micro-batches and their advantages "
                 "from the log, so that this would change nothing: leave it out"

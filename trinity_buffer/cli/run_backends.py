@@ -95,6 +95,11 @@ def require_run(
     if explores is not None:
         require_policies(config)
         backend_for(config).require(explores=explores)
+        if config.teacher is not None and "teacher_logprob" not in algorithm.reads:
+            raise InvalidArgumentError(
+                f"teacher={config.teacher!r}: algorithm {config.algorithm!r} distils nothing: "
+                "choose one that does, such as on_policy_distill, or leave it out (null)"
+            )
 
 
 def require_policies(config: RunConfig) -> None:
@@ -212,6 +217,12 @@ class HFBackend:
             raise InvalidArgumentError(
                 f"algorithm={self.config.algorithm} trains a critic, and a model of transformers "
                 "has none here: choose an algorithm without a critic, such as grpo"
+            )
+        target = self.config.evaluation.target_accuracy
+        if target is not None and self.config.evaluate is None:
+            raise InvalidArgumentError(
+                f"evaluation.target_accuracy={target} needs evaluate=MODULE:FUNCTION, which "
+                "measures it: name one, or leave it out (null)"
             )
         if explores:
             self._rollout()

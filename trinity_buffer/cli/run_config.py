@@ -203,7 +203,7 @@ def overridden(values: Mapping[str, Any], overrides: Sequence[str]) -> dict[str,
             table = table[section]
         value = _value_of(text)
         is_another = override_.startswith(first) and table.get(last) != value
-        table[last] = value
+        table |= {last: value} if sections else merged(table, {last: value})
         loss = result.get("loss")
         # The arguments are of a named loss, whatever the algorithm; else of the algorithm's own.
         if is_another and isinstance(loss, Mapping) and (sections or loss.get("name") is None):
@@ -341,20 +341,26 @@ def algorithm_of(config: RunConfig) -> Algorithm:
     user: dict[str, Any] = dict(config.algorithm_args)
     user["rollouts_per_group"] = config.rollouts_per_group
     # Arguments belong to the part that they were written for: another part drops them.
+    recipe = build(config.algorithm)
     if config.strategy is not None:
-        user["add_strategy"] = config.strategy.split("+")
-        user.pop("add_strategy_args", None)
+        strategies = config.strategy.split("+")
+        before = user.get("add_strategy", [choice.name for choice in recipe.strategies])
+        if strategies != ([before] if isinstance(before, str) else before):
+            user.pop("add_strategy_args", None)
+        user["add_strategy"] = strategies
     if config.strategy_args:
         user["add_strategy_args"] = config.strategy_args
-    if config.loss.name is not None and config.loss.name != user.get("policy_loss_fn"):
-        user["policy_loss_fn"] = config.loss.name
-        user.pop("policy_loss_fn_args", None)
+    loss = config.loss.name
+    if loss is not None:
+        if loss != user.get("policy_loss_fn", recipe.choices["policy_loss_fn"].name):
+            user.pop("policy_loss_fn_args", None)
+        user["policy_loss_fn"] = loss
     if config.loss.args:
         user["policy_loss_fn_args"] = {**user.get("policy_loss_fn_args", {}), **config.loss.args}
     coefficient = config.optimizer.entropy_coef
     if coefficient is not None:
         # A coefficient asks for a bonus, even if the algorithm's recipe has none.
-        own = build(config.algorithm).choices["entropy_loss_fn"].name
+        own = recipe.choices["entropy_loss_fn"].name
         if own == "none" and coefficient:
             user.setdefault("entropy_loss_fn", "default")
         if user.get("entropy_loss_fn", own) != "none":

@@ -179,6 +179,9 @@ def stream_options(
         algorithm: what is trained.
         recompute_old_logprob: the trainer computes ``old_logprob`` itself.
         teacher: the trainer has a teacher policy, so that none need be stored.
+
+    Raises:
+        InvalidArgumentError: an argument of its ``sample_strategy`` that no stream takes.
     """
     advantage = algorithm.advantage
     # Whether something compares with the log-probabilities that the explorer recorded.
@@ -196,6 +199,13 @@ def stream_options(
     }
     sampling = algorithm.choices["sample_strategy"]
     passed = ("max_staleness", "expert_data_ratio")
+    usual = sampling.cls.default_args()
+    for name in sampling.args.keys() - passed:
+        if sampling.args[name] != usual.get(name):
+            raise InvalidArgumentError(
+                f"sample_strategy_args: a train stream passes on {' and '.join(passed)} alone, not "
+                f"{name}: make it the default of a class of your own"
+            )
     return {
         "sample_strategy": sampling.name,
         "recompute_old_logprob": recompute_old_logprob,
