@@ -256,6 +256,20 @@ async def test_rows_without_a_number_come_last(store_url: str, order: str, last:
     assert order != "reward" or ordered[:2] == ["3", "1"]
 
 
+async def test_the_line_of_an_event_takes_each_run_once(sqlite_url: str) -> None:
+    rewards = {(0, 2): None, (0, 0): 0.5, (0, 1): 1.5, (0, 3): 1.0, (1, 0): 0.0, (2, 0): None}
+    async with open_store(sqlite_url) as store:
+        run = await store.experiment("run", config={})
+        writer = run.writer("e0", on_invalid="quarantine")
+        rows = [rollout("b", 0, of, 0.0) for of, _ in [*rewards, (3, 0)]]
+        for row, ((of, step), reward) in zip(rows, rewards.items(), strict=False):
+            row.eid, row.reward = replace(row.eid, run=of, step=step), reward
+        rows[-1].reward, rows[-1].logprobs = 9.0, rows[-1].tokens  # refused
+        await writer.write(rows)
+        (line,) = [one async for one in inspector.event_lines(run, kinds=["ExperiencesRecorded"])]
+    assert line.summary.startswith("7 of batch b, mean reward 0.500, ")  # 1 and 0
+
+
 async def test_groups_show_the_rewards_that_their_set_compared(store_url: str) -> None:
     async with open_store(store_url) as store:
         run = await store.experiment("run", config={"rollouts_per_group": 3})

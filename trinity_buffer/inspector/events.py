@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from statistics import fmean
 from typing import Any, assert_never
 
 from trinity_buffer import events
@@ -152,11 +153,18 @@ def _short(value: Any) -> str:
 
 
 def _recorded(fact: events.ExperiencesRecorded) -> str:
-    columns = fact.columns
-    rewards = [reward for reward in columns.reward if reward is not None]
+    columns, runs = fact.columns, dict[tuple[str, str, int], list[float | None]]()
+    order = zip(columns.step, columns.suffix, range(len(columns)), strict=True)
+    # Each run counts once; a row without a reward has that of its last one.
+    for slot in (slot for *_, slot in sorted(order) if slot not in fact.refused):
+        run = (str(columns.batch[slot]), str(columns.task[slot]), columns.run[slot])
+        runs.setdefault(run, []).append(columns.reward[slot])
+    filled = ([own[-1] if reward is None else reward for reward in own] for own in runs.values())
+    known = ([reward for reward in own if reward is not None] for own in filled)
+    rewards = [fmean(own) for own in known if own]
     parts = [f"{len(columns)} of batch {_shortened(columns.batch)}"]
     if rewards:
-        parts.append(f"mean reward {sum(rewards) / len(rewards):.3f}")
+        parts.append(f"mean reward {fmean(rewards):.3f}")
     parts.append(f"{sum(columns.length)} tokens")
     if fact.refused:
         parts.append(f"refused: {_reasons(fact.refused.values())}")
