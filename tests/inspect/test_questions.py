@@ -256,6 +256,21 @@ async def test_rows_without_a_number_come_last(store_url: str, order: str, last:
     assert order != "reward" or ordered[:2] == ["3", "1"]
 
 
+async def test_why_says_that_a_step_changed_no_weights(store_url: str) -> None:
+    async with open_store(store_url) as store:
+        run = await store.experiment("run", config={"rollouts_per_group": 1})
+        await run.writer("e0").write([rollout("b", task, 0, 1.0) for task in (0, 1)])
+        await tb.run_strategy(run, "grpo")
+        async with run.train_stream(strategy="grpo") as stream:
+            taken = [step async for step in stream]
+            await stream.commit(taken[-1], checkpoint=None, skipped={1: []})
+        told = [(await inspector.why(now(run), f"b/{task}/0/0/")).reasons for task in (0, 1)]
+    assert [reasons[-1].what.partition(" committed")[2] for reasons in told] == [
+        ", and skipped (non_finite): it changed no weights",
+        "",
+    ]
+
+
 async def test_the_line_of_an_event_takes_each_run_once(sqlite_url: str) -> None:
     rewards = {(0, 2): None, (0, 0): 0.5, (0, 1): 1.5, (0, 3): 1.0, (1, 0): 0.0, (2, 0): None}
     async with open_store(sqlite_url) as store:

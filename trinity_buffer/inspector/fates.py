@@ -340,8 +340,10 @@ def _of_the_log(tx: Transaction, source: Source, served_at: int, last: int | Non
         match decoded(source.name, stored).fact:
             case StepDealt(consumer=by, step=step) if (by, step) == (name, number):
                 yield stored.position, f"trainer {name}: step {number} dealt anew"
-            case StepsCommitted(consumer=by, steps=steps) if by == name and number in steps:
-                yield stored.position, f"trainer {name}: step {number} committed"
+            case StepsCommitted(consumer=by, steps=steps) as fact if by == name and number in steps:
+                skipped = f", and skipped ({fact.skipped}): it changed no weights"
+                ended = skipped if number in fact.skipped_steps else ""
+                yield stored.position, f"trainer {name}: step {number} committed{ended}"
             case TrainerRewound(consumer=by, step=to, from_step=start) if (
                 by == name and to < number <= start
             ):
