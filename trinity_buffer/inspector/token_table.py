@@ -31,7 +31,8 @@ class TokenTable:
     Attributes:
         prompt_length: so many tokens come before the response.
         ids: ``int [L]``.
-        mask: ``bool [L]``, what the loss counts; no token of the prompt.
+        mask: ``bool [L]``, what the loss counts; no token of the prompt. ``ratio``, ``gap`` and
+            ``clipped`` are of these tokens alone.
         columns: name -> ``float [L]``, NaN where a token has no value: ``logprob``,
             ``teacher_logprob``, ``reward``, and ``advantage`` and ``return`` of the set; where a
             trainer recorded its tokens, of the last step that took it ``trained_logprob``,
@@ -111,11 +112,14 @@ async def _trained(source: Source, fate: Fate) -> dict[str, Numbers | None]:
 
 
 def _compared(columns: Mapping[str, Numbers | None], mask: Numbers) -> dict[str, Numbers | None]:
-    """Return a column computed from two others, where both are known."""
+    """Return columns that compare two numbers of each trained token, where both are known."""
     derived: dict[str, Numbers | None] = {}
+    if (ratio := columns.get("ratio")) is not None:  # recorded as 1 where nothing was compared
+        derived["ratio"] = np.where(mask, ratio, np.nan)
     trained, recorded = columns.get("trained_logprob"), columns.get("logprob")
     if trained is not None and recorded is not None:
-        derived["gap"] = trained - recorded
+        # Where others spoke, the recorded number stands for none.
+        derived["gap"] = np.where(mask, trained - recorded, np.nan)
     weight, advantage = columns.get("weight"), columns.get("advantage")
     if weight is not None and advantage is not None:
         # The weight is d loss / d logprob: 0 in spite of an advantage means that clipping cut it.
