@@ -87,7 +87,8 @@ class Scores(AddStrategy):
         for one in experiences:
             assert one.action_mask is not None
             each = torch.arange(4.0)
-            forms = (one.action_mask * 0.5, each * one.action_mask, torch.full((4,), 0.5))
+            half = torch.tensor([0.1, 0.2, 0.4, 1.0], dtype=torch.float16)
+            forms = (one.action_mask * 0.5, each * one.action_mask, torch.full((4,), 0.5), half)
             one.advantages = forms[one.eid.run]
         await self.writer.write_async(experiences)
         return len(experiences), {}
@@ -98,7 +99,7 @@ def test_advantages_are_one_number_or_one_for_each_token(sqlite_url: str) -> Non
 
     async def main() -> list[float | None]:
         async with tb.open_store(sqlite_url) as store:
-            experiment = await store.experiment("run", config={"rollouts_per_group": 3})
+            experiment = await store.experiment("run", config={"rollouts_per_group": 4})
             mask = [True, False, True, True]
             given = [
                 Experience(
@@ -108,7 +109,7 @@ def test_advantages_are_one_number_or_one_for_each_token(sqlite_url: str) -> Non
                     action_mask=mask,
                     reward=1.0,
                 )
-                for run in range(3)
+                for run in range(4)
             ]
             await experiment.writer("e0").write(given)
             await tb.run_strategy(experiment, Scores)
@@ -117,6 +118,8 @@ def test_advantages_are_one_number_or_one_for_each_token(sqlite_url: str) -> Non
 
     means = anyio.run(main)
     rows = tb.to_arrow(sqlite_url).to_pylist()
+    half = rows.pop()
+    assert half["advantage"] == means.pop() == fmean(half["advantages"])
     assert [row["advantages"] for row in rows] == [[0.5], [0.0, 0.0, 2.0, 3.0], [0.5] * 4]
     assert [row["advantage"] for row in rows] == means == [0.5, 1.25, 0.5]
     said = " ".join(str(tb.to_arrow.__doc__).split())
