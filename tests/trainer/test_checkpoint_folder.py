@@ -7,6 +7,7 @@ import resource
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
+from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -156,7 +157,7 @@ class Counting(torch.optim.SGD):
     def __init__(self, parameters: Any, **kept: Any) -> None:
         super().__init__(parameters, lr=0.1)
         for one in self.param_groups[0]["params"]:
-            self.state[one] = {"moment": torch.ones_like(one), **kept}
+            self.state[one] = {"moment": torch.ones_like(one), **deepcopy(kept)}
 
 
 def test_plain_numbers_of_an_optimizer_are_saved_and_restored(tmp_path: Path) -> None:
@@ -172,6 +173,27 @@ def test_plain_numbers_of_an_optimizer_are_saved_and_restored(tmp_path: Path) ->
         assert bool((entries.pop("moment") == 1).all())
         assert entries == kept, index
         assert entries["is_warm"] is True
+
+
+def test_what_an_optimizer_keeps_of_a_bfloat16_weight_has_its_own_type_again(
+    tmp_path: Path,
+) -> None:
+    """Torch would round a float32 copy of a weight, and a count above 256, to bfloat16."""
+    kept = {"master": torch.tensor(1.0 + 2**-20), "count": torch.tensor(1001)}
+    begun, fresh = state(), state()
+    for one in (begun, fresh):
+        one.policy.to(torch.bfloat16)
+    folder = save_checkpoint(
+        tmp_path, replace(begun, optimizer=Counting(begun.policy.parameters(), **kept))
+    )
+    given = replace(fresh, optimizer=Counting(fresh.policy.parameters()))
+    state_of = load_checkpoint(folder, given).optimizer.state
+    assert len(state_of) == len([*fresh.policy.parameters()])
+    for weight, entries in state_of.items():
+        assert entries["moment"].dtype == weight.dtype == torch.bfloat16
+        for name, value in kept.items():
+            assert entries[name].dtype == value.dtype
+            assert torch.equal(entries[name], value)
 
 
 @pytest.mark.parametrize(

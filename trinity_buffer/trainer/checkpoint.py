@@ -116,6 +116,12 @@ class OptimizerState(NamedTuple):
             pairs = zip(own, groups, strict=True)
             groups = [{**group, "params": saved["params"]} for group, saved in pairs]
         optimizer.load_state_dict({"state": state, "param_groups": groups})
+        # Torch rounds it all to the type of the weight: float32 copies of bfloat16 weights, counts.
+        for index, saved in state.items():
+            kept = optimizer.state[weights[index]]
+            for name, value in saved.items():
+                if isinstance(value, Tensor) and kept[name].dtype != value.dtype:
+                    kept[name] = value.to(kept[name].device)
 
     def _require_fitting(self, optimizer: torch.optim.Optimizer, weights: Sequence[Tensor]) -> None:
         own = optimizer.param_groups
