@@ -1,12 +1,14 @@
 from __future__ import annotations
 
 import math
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from tests.trainer.two_ranks import RankOfTwo
 from trinity_buffer.algorithm import ADVANTAGE_FN
 from trinity_buffer.algorithm.advantage_fn import (
     ClipBAdvantageFn,
@@ -149,6 +151,26 @@ def test_ranks_that_sum_their_statistics_find_what_one_rank_finds(name: str) -> 
     mask = torch.cat([half["mask"] for half in halves])
     assert torch.allclose(found, whole["advantages"], atol=1e-6)
     assert torch.equal(mask, whole["action_mask"])
+
+
+@pytest.mark.parametrize("cut", [[0, 1], [2, 3]])
+def test_ranks_drop_as_many_tokens_as_one_rank_drops(cut: list[int]) -> None:
+    """Of all ranks together the two largest go, negative numbers behind positive ones."""
+    clip = ClipVAdvantageFn(mu=-1.0, max_frac=0.25)
+    whole, rest = step(), [row for row in range(len(WIDTHS)) if row not in cut]
+    whole["token_level_rewards"] = torch.zeros_like(whole["values"])
+    whole["token_level_rewards"][::2, 1] = 1.0  # one good answer in each group
+    halves = [{key: value[rows] for key, value in whole.items()} for rows in (cut, rest)]
+    ranks = RankOfTwo.pair()
+    clip(whole)
+    with ThreadPoolExecutor(2) as threads:
+        works = [
+            threads.submit(clip, half, reduce=rank.sum)
+            for half, rank in zip(halves, ranks, strict=True)
+        ]
+        found = torch.cat([work.result()[0]["action_mask"] for work in works])
+    assert int((step()["action_mask"] & ~whole["action_mask"]).sum()) == 2
+    assert torch.equal(found, whole["action_mask"][[*cut, *rest]])
 
 
 def test_generalized_advantages_by_hand() -> None:

@@ -52,8 +52,8 @@ class ClipVAdvantageFn(GRPOAdvantageFn):
             # nothing.
             negative = far & (advantages < 0)
             largest = torch.zeros_like(negative).flatten()
-            # topk fails when it is asked for more than there are.
-            number = min(limit, int(negative.sum()))
+            here = token_scores.largest(excess[negative], limit, rows)
+            number = min(limit, int(here.sum()))
             ranked = excess.where(negative, -torch.inf).flatten()
             largest[ranked.topk(number).indices] = True
             dropped = (far & (advantages == 0)) | largest.view_as(far)

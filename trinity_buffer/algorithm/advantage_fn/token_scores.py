@@ -63,6 +63,18 @@ def whitened(values: Tensor, rows: Rows, epsilon: float = 1e-8, over: Over = "ro
     return (values - mean.to(values.dtype)) * torch.rsqrt(variance + epsilon).to(values.dtype)
 
 
+def largest(values: Tensor, number: int, rows: Rows) -> Tensor:
+    """Return which of ``values`` are among the ``number`` largest of all ranks, or equal to one."""
+    bits = values.double().view(torch.int64)
+    ordered = bits ^ ((bits >> 63) & (2**63 - 1))  # as the numbers are, negative ones too
+    low, high = -(2**63), 2**63
+    while high - low > 1:
+        middle = (low + high) // 2
+        count = rows.total((ordered >= middle).sum().to(torch.float64))
+        low, high = (middle, high) if count >= number else (low, middle)
+    return ordered >= low
+
+
 def row_sums(values: Tensor, mask: Tensor) -> Tensor:
     """Return the sum over each row's action tokens, shape ``(B,)``."""
     return values.where(mask, 0.0).sum(-1)
