@@ -83,6 +83,26 @@ def test_an_adaptive_coefficient_moves(sqlite_url: str, tmp_path: Path) -> None:
     assert trainer.state.coefficients["kl_loss"] > 0.1
 
 
+def test_a_coefficient_that_is_fixed_at_a_restart_is_the_one_that_was_given(
+    sqlite_url: str, tmp_path: Path
+) -> None:
+    adaptive = {"adaptive": True, "target_kl": 1e-6, "horizon": 10.0, "kl_coef": 0.1}
+    anyio.run(prepared, sqlite_url, build("grpo"))
+    train(sqlite_url, build("grpo", kl_loss_fn_args=adaptive), tmp_path, max_steps=1)
+    fixed = build("grpo", kl_loss_fn_args={"kl_coef": 0.25})
+    _, (report,) = train(sqlite_url, fixed, tmp_path, max_steps=2)
+    assert fixed.kl_loss.kl_coef == report.metrics["actor/kl_coef"] == 0.25
+
+
+def test_a_model_in_float64_is_trained(sqlite_url: str, tmp_path: Path) -> None:
+    anyio.run(prepared, sqlite_url, build("grpo"))
+    with open_train_stream(sqlite_url, experiment="run", strategy="grpo") as stream:
+        settings = TrainerSettings(checkpoints=tmp_path, max_steps=1)
+        trainer = Trainer(stream, policy(0, torch.float64), build("grpo"), settings)
+        trainer.run()
+    assert trainer.state.step == 1
+
+
 def test_a_correction_weighs_what_the_trainer_recomputed(sqlite_url: str, tmp_path: Path) -> None:
     algorithm = build("grpo", importance_correction="token_mis")
     anyio.run(prepared, sqlite_url, algorithm)

@@ -22,7 +22,7 @@ from trinity_buffer.pipeline.train.microbatch import MicroBatch
 from trinity_buffer.pipeline.train.step import Reduce, StepMeasures, TrainStep
 from trinity_buffer.trainer.causal_lm import CausalLM
 from trinity_buffer.trainer.parallel import Processes, is_sharded
-from trinity_buffer.trainer.policy import Critic, Policy, TokenScores, in_eval_mode
+from trinity_buffer.trainer.policy import Critic, Policy, TokenScores, Trainable, in_eval_mode
 from trinity_buffer.trainer.token_scores import stand_in
 
 _SUMS = ("tokens", "weight", "clipped", "entropy", "ratio", "gap", "kl")
@@ -95,7 +95,7 @@ class StepMeter:
         stacked = stacked.where(mask, 0.0).flatten(1)
         place = slots[rows]
         self._sums.index_add_(1, place, stacked)
-        most = torch.stack([ratio, gap]).where(mask, 0.0).flatten(1)
+        most = torch.stack([ratio, gap]).float().where(mask, 0.0).flatten(1)
         self._most.scatter_reduce_(1, place.expand(2, -1), most, "amax")
         if self._tokens is not None:
             of_tokens = torch.stack([scores.logprob, ratio, scores.entropy, weight])
@@ -357,6 +357,35 @@ def require_trained(policy: Policy, optimizer: torch.optim.Optimizer | None) -> 
     for message, applies in refused.items():
         if applies:
             raise InvalidArgumentError(message)
+
+
+def require_same_weights(model: Trainable, processes: Processes) -> None:
+    """Raise unless all ranks have the same weights, which they step by the same gradients.
+
+    Of what ranks hold in parts each has its own. Every rank must call it.
+
+    Raises:
+        InvalidArgumentError: they differ; every rank says so.
+    """
+    if processes.world_size == 1:
+        return
+    # Their bits as integers, whose sum is the same in any order, on any device.
+    sums = [
+        int(weight.detach().flatten().view(_INTEGERS[weight.element_size()]).sum())
+        for weight in model.parameters()
+        if not is_sharded(weight)
+    ]
+    first, *others = processes.gather(sums)
+    if any(of_rank != first for of_rank in others):
+        raise InvalidArgumentError(
+            f"the ranks have different weights of a {type(model).__name__}, and the mean of their "
+            "gradients is of none of them: seed torch alike on every rank before the model, or an "
+            "adapter of it, is made, or load the same weights"
+        )
+
+
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
+"""By the bytes of a number."""
 
 
 def held_by(optimizer: torch.optim.Optimizer) -> set[int]:

@@ -171,9 +171,15 @@ class TorchProcesses(Processes):
         weights = [weight for weight in weights if weight.requires_grad]
         # A rank whose rows reach no weight still takes part: its gradient is 0.
         own = [torch.zeros_like(w) if w.grad is None else w.grad for w in weights]
-        joined = self.sum(torch.cat([gradient.flatten() for gradient in own])) / self.world_size
-        for weight, mean in zip(weights, joined.split([w.numel() for w in weights]), strict=True):
-            weight.grad = mean.view_as(weight)
+        there = own[0].new_tensor([w.grad is not None for w in weights])
+        joined = self.sum(torch.cat([*(gradient.flatten() for gradient in own), there]))
+        *means, reached = (joined / self.world_size).split(
+            [*(w.numel() for w in weights), len(own)]
+        )
+        for place, (weight, mean) in enumerate(zip(weights, means, strict=True)):
+            # What no rank's rows reach has none: an optimizer would let it decay.
+            if weight.grad is not None or reached[place] > 0:
+                weight.grad = mean.view_as(weight).to(weight.dtype)
 
 
 _logger = logging.getLogger(__name__)

@@ -45,6 +45,7 @@ from trinity_buffer.trainer.models import (
     numbers_of_step,
     prepare,
     require_readable,
+    require_same_weights,
     require_trained,
     value_loss,
     values_of,
@@ -166,6 +167,8 @@ class Trainer:
             reference = reference_of(policy)  # before it takes the weights of a commit
         with self._bits.asked():
             self.state = self._begun(policy, stream.resume)
+        for trained, _ in self.state.trained:
+            require_same_weights(trained, self._processes)
         self._set_coefficients(self.state.coefficients)
         self._skipped: dict[int, list[str]] = {}  # step -> uids, until they are committed
         self._look_at: list[str] = []
@@ -190,11 +193,13 @@ class Trainer:
         """Return the state after the last commit, or that of the beginning."""
         settings, rank = self._settings, self._processes.rank
         if settings.seed is not None:
-            torch.manual_seed(settings.seed + rank)
+            torch.manual_seed(settings.seed)  # all ranks have one critic
         pair = None
         if self._algorithm.type.use_critic:
             critic = new_critic(policy)
             pair = (critic, settings.optimizer_of(critic, is_critic=True))
+        if settings.seed is not None and rank:
+            torch.manual_seed(settings.seed + rank)
         optimizer = settings.optimizer_of(policy) if self._optimizer is None else self._optimizer
         begun = TrainerState(policy, optimizer, 0, ManifestChain(), pair)
         if resume is None or resume.checkpoint is None:
@@ -443,8 +448,8 @@ class Trainer:
         return {name: term.kl_coef for name, term in terms.items() if term.adaptive}
 
     def _set_coefficients(self, coefficients: Mapping[str, float]) -> None:
-        for name, coefficient in coefficients.items():
-            getattr(self._algorithm, name).kl_coef = coefficient
+        for name in self._coefficients().keys() & coefficients.keys():  # one may be fixed since
+            getattr(self._algorithm, name).kl_coef = coefficients[name]
 
     def _commit(self, step: TrainStep, metrics: dict[str, float]) -> bool:
         """Commit all steps up to ``step``; return whether that is done, or only begun."""
