@@ -8,11 +8,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 import trinity_buffer
-from tests.handles import Experiment
+from tests.handles import Experiment, StepMeasures
 from tests.sample_run import record_sample_run, rollout
-from trinity_buffer import inspector, open_store
+from tests.whole_stores import experiences_of
+from trinity_buffer import inspector, open_store, run_strategy
 from trinity_buffer.errors import InvalidArgumentError, UnknownNameError
 from trinity_buffer.inspector import now, tokens
 from trinity_buffer.inspector.tracking import track
@@ -73,6 +75,27 @@ async def test_tokens_name_the_policy_that_said_each(store_url: str) -> None:
     assert "policy_version" not in plain.columns
     shades = [row["shade"] for row in token_rows(table, "policy_version", 0)]
     assert shades == [0, 0, 0, 0, 2, 2, 5, 0]
+
+
+async def test_tokens_show_the_last_step_that_took_a_copy(store_url: str) -> None:
+    async with open_store(store_url) as store:
+        experiment = await store.experiment("run", config={"rollouts_per_group": 2})
+        await experiment.writer("e0").write(
+            [rollout("b", task, run, float(task and run)) for task in (0, 1) for run in (0, 1)]
+        )
+        await experiment.writer("e0").seal("b", 4)
+        await run_strategy(experiment, ["duplicate_informative", "grpo"], name="copied")
+        async with experiment.train_stream(strategy="copied", groups_per_step=1) as stream:
+            async for step in stream:
+                rows = await experiences_of(experiment, step.manifest)
+                scored = [torch.full((len(row.tokens),), -float(step.step)) for row in rows]
+                own = {"kl": np.zeros(len(rows), np.float32)}
+                stream.measure(StepMeasures(step.step, own, {}, {"logprob": scored}))
+                await stream.commit(step, checkpoint=None)
+        shown = await inspector.show(now(experiment), "b/1/0/0/")
+        table = await tokens(now(experiment), "b/1/0/0/")
+    assert [step.step for step in shown.sets[0].steps] == [1, 2]
+    assert set(table.columns["trained_logprob"].tolist()) == {-2.0}
 
 
 def test_the_inspector_is_found_by_its_former_name_with_a_warning() -> None:

@@ -103,10 +103,13 @@ async def tokens(source: Source, uid: str, *, annotation_set: str | None = None)
 
 
 async def _trained(source: Source, fate: Fate) -> dict[str, Numbers | None]:
-    """Return the measures of each token in the last step of an annotation, if recorded."""
-    address, held = next(iter(fate.annotations.items()))
-    own = [step for step in held if step.committed and not step.experiment]
-    measures = await experience.measured_in(source, own[-1], tokens=True) if own else None
+    """Return the measures of each token in the last step that took it or a copy, if recorded."""
+    held = [(step, address) for address, steps in fate.annotations.items() for step in steps]
+    own = [of for of in held if of[0].committed and not of[0].experiment]
+    if not own:
+        return {}
+    step, address = max(own, key=lambda of: of[0].step or 0)
+    measures = await experience.measured_in(source, step, tokens=True)
     columns = {} if measures is None else measures.of_tokens(address)
     return {"trained_logprob" if n == "logprob" else n: values for n, values in columns.items()}
 
