@@ -26,6 +26,15 @@ WRONG: dict[str, tuple[tuple[str, ...], str]] = {
         ("explore", "--set", "optimizer.value_clip_range='1e300'"),
         "optimizer.value_clip_range='1e300': it must be a number above 0",
     ),
+    "a demo without end": (("demo", "--limit", "nan"), "--limit nan: give a number"),
+    "kills at no time": (
+        ("demo", "--chaos", "--chaos-every", "nan"),
+        "--chaos-every nan: give a number",
+    ),
+    "a task in place of its table": (
+        ("demo", "--set", "task=guess"),
+        "task='guess': must be a table of digits, name, numbers, turns",
+    ),
     "an integer of more than 64 bits": (
         ("demo", "--set", "optimizer.warmup_steps=9223372036854775808"),
         "optimizer.warmup_steps=9223372036854775808: an integer has at most 64 bits",

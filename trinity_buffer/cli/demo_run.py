@@ -96,7 +96,7 @@ def demo_config(
         base |= {"model": str(model.resolve()), "algorithm": algorithm or base["algorithm"]}
     else:
         task = {"name": options.get("task.name"), "digits": options.get("task.digits", 3)}
-        task |= values.get("task") or {}
+        task |= values["task"] if isinstance(values.get("task"), dict) else {}
         base = config_for(algorithm, task["name"], task["digits"])
     base["seed"] = options.get("seed", 0)
     result = run_config.resolved(run_config.overridden(run_config.merged(base, file), overrides))

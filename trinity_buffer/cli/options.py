@@ -12,6 +12,7 @@ from contextlib import nullcontext
 from copy import copy
 from functools import partial, wraps
 from inspect import Parameter, Signature, getdoc, iscoroutinefunction, signature
+from math import isnan
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple, Self, get_args, get_origin
 from urllib.parse import quote
@@ -335,6 +336,7 @@ def command(
 
         @wraps(work)
         def run_command(**options: Any) -> None:
+            _refuse_nan(options)
             chosen = {name: options[name] for name in place}
             passed = {name: value for name, value in options.items() if name in parameters}
             main = partial(work, **passed)
@@ -363,6 +365,12 @@ def command(
         return run_command
 
     return decorated
+
+
+def _refuse_nan(options: Mapping[str, Any]) -> None:
+    for name, value in options.items():
+        if isinstance(value, float) and isnan(value):  # no bound of an option refuses it
+            raise InvalidArgumentError(f"--{name.replace('_', '-')} nan: give a number")
 
 
 _ARGUMENT = re.compile(r"^    (\w+): ", re.MULTILINE)

@@ -8,7 +8,6 @@ train`` of its own.
 from __future__ import annotations
 
 import json
-import math
 import os
 import sys
 import tempfile
@@ -636,8 +635,6 @@ def replay(
         tolerance: largest relative difference of the weights that is accepted; None: compare bits.
         say: prints a line.
     """
-    if tolerance is not None and math.isnan(tolerance):
-        raise errors.InvalidArgumentError("--tolerance nan: give a number, such as 1e-5")
     use_one_thread()
     first, last = _steps_of_replay(steps, from_checkpoint)
     config, end = anyio.run(_run_to_replay, url, experiment, overrides, last)
