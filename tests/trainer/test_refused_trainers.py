@@ -105,6 +105,7 @@ MODEL = policy()
             "1 parameters that are",
         ),
         (policy(), {"reference": "gpt2"}, "'gpt2' is no model"),
+        (MODEL, {"reference": MODEL}, "reference= is the very model that is trained"),
     ],
 )
 def test_what_cannot_be_trained_is_refused_in_a_sentence(

@@ -50,7 +50,7 @@ from trinity_buffer.trainer.models import (
     value_loss,
     values_of,
 )
-from trinity_buffer.trainer.parallel import processes_here, whole
+from trinity_buffer.trainer.parallel import processes_here, unwrapped, whole
 from trinity_buffer.trainer.policy import Critic, Policy, Trainable
 from trinity_buffer.trainer.requirements import require_of, require_same_ranks
 
@@ -161,6 +161,12 @@ class Trainer:
         self._bits = SameBits(stream, self._processes, deterministic=settings.deterministic)
         policy = policy_of(model)
         require_trained(policy, optimizer)
+        if reference is not None and unwrapped(reference) is unwrapped(model):
+            raise InvalidArgumentError(
+                "reference= is the very model that is trained, from which every divergence would "
+                "be 0: leave it out for a copy of the model as it is now, or give a copy "
+                "(copy.deepcopy)"
+            )
         if reference is not None:
             reference = policy_of(reference)
         elif algorithm.needs_reference:
