@@ -141,7 +141,7 @@ def test_a_loss_of_ones_own_that_fails_is_a_sentence(
         ("nowhere_own.Loss", "No module named 'nowhere_own'\n"),
         (
             "mine_own.Foreign",
-            "policy_loss_fn 'mine_own.Foreign': <class 'mine_own.Foreign'> has no",
+            "policy_loss_fn 'mine_own.Foreign': <class 'mine_own.Foreign'> is no",
         ),
     ],
 )
