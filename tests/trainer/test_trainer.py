@@ -8,6 +8,8 @@ from typing import Any
 import anyio
 import pytest
 import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
 
 from tests.handles import TrainStep
 from tests.planted_faults.trainer_checks import take_over
@@ -15,7 +17,7 @@ from tests.trainer.data import CONFIG, policy, prepared, rollouts
 from tests.trainer.gradients import train
 from trinity_buffer import open_store, open_train_stream, run_strategy
 from trinity_buffer.algorithm import ALGORITHM_TYPE, build
-from trinity_buffer.demo.policy import TransformerCritic
+from trinity_buffer.demo.policy import TransformerCritic, TransformerPolicy
 from trinity_buffer.errors import InvalidArgumentError
 from trinity_buffer.trainer.checkpoint import read_step
 from trinity_buffer.trainer.models import value_loss
@@ -92,6 +94,38 @@ def test_a_coefficient_that_is_fixed_at_a_restart_is_the_one_that_was_given(
     fixed = build("grpo", kl_loss_fn_args={"kl_coef": 0.25})
     _, (report,) = train(sqlite_url, fixed, tmp_path, max_steps=2)
     assert fixed.kl_loss.kl_coef == report.metrics["actor/kl_coef"] == 0.25
+
+
+class ValueHead(nn.Linear):
+    """A critic of the hidden states of the policy."""
+
+    def __init__(self, trunk: TransformerPolicy, *, detached: bool) -> None:
+        super().__init__(CONFIG.width, 1)
+        self._of, self._detached = [trunk], detached
+
+    def values(self, input_ids: Tensor, **limits: Any) -> Tensor:
+        hidden, _ = self._of[0].last_hidden({"input_ids": input_ids, **limits})
+        return self(hidden.detach() if self._detached else hidden).squeeze(-1)  # type: ignore[no-any-return]
+
+    def save(self, path: Path) -> None:
+        save_file(self.state_dict(), path)
+
+
+@pytest.mark.parametrize("detached", [False, True])
+def test_a_critic_of_the_policys_hidden_states_changes_no_gradient_of_the_policy(
+    detached: bool, sqlite_url: str, tmp_path: Path
+) -> None:
+    anyio.run(prepared, sqlite_url, build("ppo"))
+    norms, model = [], policy()
+    model.new_critic = lambda: ValueHead(model, detached=detached)  # type: ignore[assignment,return-value,method-assign]
+    with open_train_stream(sqlite_url, experiment="run", strategy=None) as stream:
+        settings = TrainerSettings(checkpoints=tmp_path, max_steps=1, max_gradient_norm=1e-3)
+        Trainer(stream, model, build("ppo"), settings).run(
+            lambda report: norms.append(report.gradient_norm)
+        )
+    stepped = [weight.grad for weight in model.parameters() if weight.grad is not None]
+    assert norms[0] > 1e-3
+    assert float(torch.nn.utils.get_total_norm(stepped)) == pytest.approx(1e-3, rel=1e-2)
 
 
 def test_a_model_in_float64_is_trained(sqlite_url: str, tmp_path: Path) -> None:

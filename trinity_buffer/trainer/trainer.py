@@ -367,7 +367,15 @@ class Trainer:
         totals["learning_rate"] = Number(float(rate))
         if self.state.critic is not None:
             critic, optimizer = self.state.critic
+            # A critic may read the hidden states of the policy, whose gradients are its own.
+            held = held_by(optimizer)
+            own_weights = [w for w in self.state.policy.parameters() if id(w) not in held]
+            gradients = [weight.grad for weight in own_weights]
+            for weight in own_weights:
+                weight.grad = None
             totals |= self._critic_gradient(step, critic)
+            for weight, gradient in zip(own_weights, gradients, strict=True):
+                weight.grad = gradient
             deciding += [totals["critic/value_loss"].value, self._clipped(critic, optimizer)]
         finite, numbers = numbers_of_step(self._processes, deciding, totals)
         if finite and not step.skipped:
