@@ -11,6 +11,7 @@ from trinity_buffer import open_store
 from trinity_buffer.cli.roles import annotate, prepare
 from trinity_buffer.cli.run_config import algorithm_of, overridden, read_file, resolved
 from trinity_buffer.errors import InvalidArgumentError, UnknownNameError
+from trinity_buffer.events import ConsumerRegistered
 from trinity_buffer.trainer.requirements import strategies_of, strategy_of, stream_options
 
 
@@ -137,14 +138,15 @@ async def test_an_argument_of_annotate_leaves_the_others_of_the_run_as_they_are(
     changed: dict[str, Any] = {"epsilon": 0.125}
     if several:
         configured, changed = {"grpo": configured}, {"grpo": changed}
-    config = {"strategy": "reward_variance+grpo" if several else "grpo"}
-    config |= {"strategy_args": configured, "model": {}}
+    strategy = "reward_variance+grpo" if several else "grpo"
+    config = {"strategy": strategy, "strategy_args": configured, "model": {}}
     async with open_store(new_sqlite_url) as store:
         opened = await store.experiment("x", config=config)
         await annotate(new_sqlite_url, "x", strategy=None, name="n", args=changed, follow=False)
-        async for event in opened.events(kinds=["ConsumerRegistered"]):
-            args: dict[str, Any] = event.fact.config["args"]
-            args = args.get("grpo", args)
+        facts = [event.fact async for event in opened.events(kinds=["ConsumerRegistered"])]
+    assert isinstance(facts[-1], ConsumerRegistered)
+    args = facts[-1].config["args"]
+    args = args.get("grpo", args)
     assert (args["std_threshold"], args["epsilon"]) == (0.25, 0.125)
 
 

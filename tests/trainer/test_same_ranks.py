@@ -75,7 +75,8 @@ def test_gradients_of_several_types_are_averaged_each_in_its_own() -> None:
         weights = [*models[at].parameters()]
         for weight in weights:
             weight.grad = torch.full_like(weight, 1.0 + at)
-        rank.average_gradients(models[at], weights)
+        model: Any = models[at]  # of which its gradients alone are asked
+        rank.average_gradients(model, weights)
         grads = [weight.grad for weight in weights if weight.grad is not None]
         return [(gradient.dtype, gradient.tolist()) for gradient in grads]
 
