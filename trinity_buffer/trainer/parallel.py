@@ -161,7 +161,7 @@ class TorchProcesses(Processes):
 
     @override
     def average_gradients(self, model: Trainable, weights: Sequence[Tensor]) -> None:
-        """Replace the gradients of ``weights`` by their mean over all ranks, in one exchange.
+        """Replace the gradients of ``weights`` by their mean over all ranks.
 
         Of a model that averages them itself (DDP, FSDP2) they stay as they are.
         """
@@ -171,11 +171,10 @@ class TorchProcesses(Processes):
         weights = [weight for weight in weights if weight.requires_grad]
         # A rank whose rows reach no weight still takes part: its gradient is 0.
         own = [torch.zeros_like(w) if w.grad is None else w.grad for w in weights]
-        there = own[0].new_tensor([w.grad is not None for w in weights])
-        joined = self.sum(torch.cat([*(gradient.flatten() for gradient in own), there]))
-        *means, reached = (joined / self.world_size).split(
-            [*(w.numel() for w in weights), len(own)]
-        )
+        # Apart from the gradients: with another length, their sums would have other last bits.
+        reached = self.sum(own[0].new_tensor([w.grad is not None for w in weights]))
+        joined = self.sum(torch.cat([gradient.flatten() for gradient in own])) / self.world_size
+        means = joined.split([w.numel() for w in weights])
         for place, (weight, mean) in enumerate(zip(weights, means, strict=True)):
             # What no rank's rows reach has none: an optimizer would let it decay.
             if weight.grad is not None or reached[place] > 0:
