@@ -508,7 +508,7 @@ def _bars(rewards: Sequence[float], bins: int = 12) -> Counter[int]:
     if low == high:
         return Counter([len(rewards)])
     places = Counter(min(int((r - low) / (high - low) * bins), bins - 1) for r in rewards)
-    return Counter(places[place] for place in range(bins))
+    return Counter(places.values())
 
 
 def text_of(value: Any) -> str:

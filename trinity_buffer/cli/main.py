@@ -49,17 +49,16 @@ def summary_of(name: str) -> str:
 
 
 class OwnCommand(TyperCommand):
-    """A command that refuses an empty option, and two of one that takes a single value."""
+    """A command that refuses an empty option, and a second ``--strategy``."""
 
     @override
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         values, _, written = self.make_parser(ctx).parse_args(args=[*args])
         options: list[Any] = [one for one in written if one.param_type_name == "option"]
         for option in options:
-            # The last one would win, as if the others had not been written.
-            count = options.count(option)
-            if count > 1 and not (option.multiple or option.is_flag):
-                ctx.fail(f"{option.opts[0]} is there {count} times: give it once")
+            # Of others the last one wins, as in a script that adds to a command.
+            if option.name == "strategy" and options.count(option) > 1:
+                ctx.fail("--strategy is there twice: several are one set, as reward_variance+grpo")
             # An unset variable of a shell would mean the default: another store, say.
             if values[option.name] == "":
                 ctx.fail(f"{option.opts[0]} is empty: give it a value, or leave it out")
