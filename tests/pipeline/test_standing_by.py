@@ -139,7 +139,7 @@ async def test_a_killed_process_is_followed_by_one_that_stood_by(
 async def test_a_paused_process_loses_the_lease_and_stands_by_when_it_wakes(
     store_url: str, tmp_path: Path
 ) -> None:
-    async with opened(store_url, rollouts_per_group=2, lease_ttl_s=1.0) as experiment:
+    async with opened(store_url, rollouts_per_group=2, lease_ttl_s=3.0) as experiment:
         first = deciding.started(store_url, tmp_path / "first", pause_at=3)
         await until(experiment, lambda: is_decided_by(experiment, first.pid))
         second = deciding.started(store_url, tmp_path / "second")
