@@ -333,8 +333,10 @@ async def test_what_cannot_be_is_refused(
             await tb.explore(
                 experiment, actor="e0", tasks=TASKS, rollout=answer, model=None, **options
             )
-        with pytest.raises(InvalidArgumentError, match="tasks is empty"):
-            await tb.explore(experiment, actor="e0", tasks=[], rollout=answer, model=None)
+        asked: dict[str, Any] = {"actor": "e0", "rollout": answer}
+        for asked["tasks"] in ([], None):
+            with pytest.raises(InvalidArgumentError, match="tasks is empty"):
+                await tb.explore(experiment, model=None, **asked)
         with pytest.raises(InvalidArgumentError, match="tasks is 'abc', a text: give a list"):
             await tb.explore(experiment, actor="e0", tasks="abc", rollout=answer, model=None)
 

@@ -447,6 +447,14 @@ async def test_a_changed_mask_is_warned_of_and_its_advantages_are_stored(
     assert "strategy 'Shaping' changed action_mask and reward of what it keeps" in said[0]
 
 
+async def test_a_strategy_may_run_in_inference_mode(sqlite_url: str) -> None:
+    async with opened(sqlite_url, rollouts_per_group=2) as experiment:
+        await experiment.writer("e0").write(group(runs=2))
+        with torch.inference_mode():
+            report = await run_strategy(experiment, Shaping)
+        assert report.annotated == 2
+
+
 class Editing(GRPOAddStrategy):
     """Changes one field of each row; it counts runs, and one row takes the reward of its run."""
 

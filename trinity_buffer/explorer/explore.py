@@ -427,7 +427,9 @@ class _TaskListExplorer(_Explorer):
 
     @override
     def __post_init__(self) -> None:
-        named = self.tasks if isinstance(self.tasks, Mapping) else enumerate(self.tasks)
+        tasks: Any = self.tasks  # of a caller who may not check types
+        tasks = () if tasks is None else tasks
+        named = tasks if isinstance(tasks, Mapping) else enumerate(tasks)
         self._tasks: dict[Key, Any] = dict(named)
         if not self._tasks or isinstance(self.tasks, str):
             what = f"{self.tasks!r:.60}, a text" if self._tasks else "empty"

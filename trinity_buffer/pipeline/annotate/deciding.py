@@ -351,8 +351,9 @@ def fields_of(experience: Experience, over: Over) -> dict[str, tuple[Any, int]]:
 
 def _edits(value: Any) -> int:
     """Return how often ``value`` was changed in place, if it is a tensor."""
-    # The only count that torch keeps.
-    return value._version if isinstance(value, Tensor) else 0  # noqa: SLF001
+    if not isinstance(value, Tensor) or value.is_inference():  # torch counts none of those
+        return 0
+    return value._version  # noqa: SLF001 - the only count that torch keeps
 
 
 def _changed(before: Mapping[str, tuple[Any, int]], experience: Experience) -> set[str]:
