@@ -132,10 +132,10 @@ class TorchProcesses(Processes):
     @override
     def sum(self, value: Tensor) -> Tensor:
         """Return ``value`` summed over all ranks."""
-        total = value.clone()
+        total = self._movable(value.clone())
         with _all_ranks_there():
             torch.distributed.all_reduce(total, group=self._group)
-        return total
+        return total.to(value.device)
 
     @override
     def gather(self, value: T) -> list[T]:
@@ -152,12 +152,16 @@ class TorchProcesses(Processes):
         ]
 
     def _gathered(self, own: Tensor) -> list[Tensor]:
-        if torch.distributed.get_backend(self._group) == "nccl":  # which moves those of GPUs alone
-            own = own.cuda()
+        own = self._movable(own)
         gathered = [torch.empty_like(own) for _ in range(self.world_size)]
         with _all_ranks_there():
             torch.distributed.all_gather(gathered, own, group=self._group)
         return [of_rank.cpu() for of_rank in gathered]
+
+    def _movable(self, value: Tensor) -> Tensor:
+        """Return ``value`` where the group can exchange it: NCCL moves tensors of GPUs alone."""
+        is_nccl = torch.distributed.get_backend(self._group) == "nccl"
+        return value.cuda() if is_nccl else value
 
     @override
     def average_gradients(self, model: Trainable, weights: Sequence[Tensor]) -> None:
