@@ -78,7 +78,7 @@ async def test_an_experts_row_is_trained_where_another_experiment_trained_it(
 _TRAINED = ("trained in step 2", "trained in step 1")
 
 
-async def _blamed(store: Store, step: int) -> tuple[inspector.EatenRow, ...]:
+async def _blamed(store: Store, step: int) -> tuple[inspector.TrainedRow, ...]:
     return (await inspector.blame(now(await store.experiment("run")), step)).rows
 
 

@@ -110,7 +110,7 @@ async def test_a_search_begins_after_an_address_and_ends_at_a_position(
         for task in range(4):
             made = [rollout("b", task, run, 1.0) for run in range(4)]
             await experiment.writer("e0").write(made)
-        every = [one async for one in search(now(experiment), "and", looked_at=reached.append)]
+        every = [one async for one in search(now(experiment), "and", on_page=reached.append)]
         assert [one.uid for one in every] == [f"b/{t}/{r}/0/" for t in range(4) for r in range(4)]
         for at, one in enumerate(every):
             rest = [other async for other in search(now(experiment), "AND", after=one.address)]

@@ -302,7 +302,7 @@ async def test_who_lost_a_lease_to_another_waits_twice_as_long_for_it(store_url:
         await held_by(experiment, owner())
         with pytest.raises(LeaseLostError, match=f"pid {OTHER} on host .* took over"):
             await experiment.database.write(lease.standing)
-        lease.doubt(LeaseLostError())
+        lease.invalidate(LeaseLostError())
         began = time.monotonic()
         with anyio.fail_after(20):
             while not await lease.ask():

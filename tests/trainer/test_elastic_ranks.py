@@ -17,7 +17,7 @@ from tests.whole_stores import replayed_steps
 from trinity_buffer import inspector, open_store, verify
 from trinity_buffer.algorithm import Algorithm, build
 from trinity_buffer.inspector.source import now
-from trinity_buffer.store.rows import written_as
+from trinity_buffer.store.rows import format_address
 from trinity_buffer.trainer.models import Models, prepare
 from trinity_buffer.trainer.requirements import strategy_of
 
@@ -125,7 +125,7 @@ async def test_questions_see_a_step_as_it_was_dealt_last(store_url: str) -> None
         assert told == [(1, "committed"), (2, "leased")]
         for step, proven in zip(served, [True, None], strict=True):
             found = await inspector.blame(source, step.step)
-            addresses = [written_as(one) for one in step.manifest.experiences]
+            addresses = [format_address(one) for one in step.manifest.experiences]
             assert [row.address for row in found.rows] == addresses
             assert (found.digest, found.proven) == (step.manifest.digest.hex(), proven)
             rows = [row async for row in experiment.read(trained_in=step.step)]

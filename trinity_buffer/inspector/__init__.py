@@ -40,12 +40,12 @@ if TYPE_CHECKING:
     from trinity_buffer.inspector.source import Source as Source
     from trinity_buffer.inspector.source import as_of as as_of
     from trinity_buffer.inspector.source import now as now
-    from trinity_buffer.inspector.step_lines import EatenRow as EatenRow
     from trinity_buffer.inspector.step_lines import Staleness as Staleness
     from trinity_buffer.inspector.step_lines import StalenessGrowth as StalenessGrowth
     from trinity_buffer.inspector.step_lines import StepContents as StepContents
     from trinity_buffer.inspector.step_lines import StepLine as StepLine
     from trinity_buffer.inspector.step_lines import Tenth as Tenth
+    from trinity_buffer.inspector.step_lines import TrainedRow as TrainedRow
     from trinity_buffer.inspector.step_lines import blame as blame
     from trinity_buffer.inspector.step_lines import growth_by_actor as growth_by_actor
     from trinity_buffer.inspector.step_lines import staleness as staleness

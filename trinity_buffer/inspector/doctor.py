@@ -8,7 +8,7 @@ from shlex import quote
 from trinity_buffer.events import now_us
 from trinity_buffer.identity import TURNS
 from trinity_buffer.pipeline.coordination import waiting
-from trinity_buffer.pipeline.coordination.diagnosis import Lack, Surroundings, counted, lacks_of
+from trinity_buffer.pipeline.coordination.diagnosis import Lack, RunSnapshot, counted, lacks_of
 from trinity_buffer.pipeline.store import Experiment, Store
 from trinity_buffer.pipeline.write import planning
 from trinity_buffer.store import counters, counts, leases, log, trainer_queries, writer_queries
@@ -106,7 +106,7 @@ class _Look:
         self, tx: Transaction, entry: Experiment, recorded: int | None, *, is_expert: bool
     ) -> None:
         self._tx, self._name, self._key = tx, entry.name, entry.key
-        self._around = around = Surroundings.of(tx, self._key)
+        self._around = around = RunSnapshot.of(tx, self._key)
         self.here = [
             Here(self._name, row.role, row.name, waiting.describe_process(row), row.waiting_for)
             for row in around.here

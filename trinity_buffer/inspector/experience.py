@@ -44,9 +44,9 @@ from trinity_buffer.store.rows import (
     ExperienceRow,
     StepRow,
     first_address,
+    format_address,
     position_of,
     slot_of,
-    written_as,
 )
 from trinity_buffer.store.transaction import ReadSession, Transaction
 
@@ -437,14 +437,14 @@ async def show(experiment: Experiment | Source, uid: str) -> ExperienceView:
     for fate in own:
         annotation, copies, tensors, steps = None, len(fate.annotations), {}, list[StepView]()
         if fate.first is not None:
-            segment, annotation = notes[position_of(fate.first)].segment, written_as(fate.first)
+            segment, annotation = notes[position_of(fate.first)].segment, format_address(fate.first)
             tensors = dict(summaries(segment, slot_of(fate.first)))
         for at, step in ((at, step) for at, held in fate.annotations.items() for step in held):
             of_step = await measured_in(source, step)
             steps.append(step if of_step is None else replace(step, measured=of_step.of_row(at)))
         of_set = (fate.annotation_set, fate.state, fate.reason)
         sets.append(SetView(*of_set, annotation, copies, tensors, tuple(steps)))
-    shown = row._asdict() | {"address": written_as(row.address)}
+    shown = row._asdict() | {"address": format_address(row.address)}
     shown |= {"digest": row.digest.hex(), "segment": row.segment.hex()}
     return ExperienceView(
         uid=shown.pop("eid").uid,
@@ -519,7 +519,7 @@ async def search(
     after: int = -1,
     progress: Progress = no_progress,
     unreadable: list[Unreadable] | None = None,
-    looked_at: Callable[[int], bool | None] = lambda _: None,
+    on_page: Callable[[int], bool | None] = lambda _: None,
 ) -> AsyncIterator[Match]:
     """Yield each text of a rollout that holds ``text``, in order of the log, as soon as found.
 
@@ -534,7 +534,7 @@ async def search(
         after: only in experiences above this address.
         progress: called with the position that was reached, and the last one.
         unreadable: gets the rows whose texts cannot be read; None: the error at the end names them.
-        looked_at: called with the last address that some events can have, once they were searched;
+        on_page: called with the last address that some events can have, once they were searched;
             the search ends if it returns True.
 
     Raises:
@@ -569,7 +569,7 @@ async def search(
         # After the matches: a caller may stop at this address and go on behind it.
         progress("search", positions[-1], head)
         reached = first_address(positions[-1] + 1) - 1
-        if looked_at(reached):
+        if on_page(reached):
             break
     if unreadable is None and damaged:
         raise errors.DamagedSegmentError("; ".join(map(str, damaged)))

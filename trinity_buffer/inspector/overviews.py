@@ -15,7 +15,7 @@ from trinity_buffer.pipeline.manifest import leased_steps
 from trinity_buffer.pipeline.store import Store
 from trinity_buffer.store import counters, counts, inspection, log, trainer_queries, writer_queries
 from trinity_buffer.store.counts import PlanCounts, StrategyCounts, TrainerCounts
-from trinity_buffer.store.rows import ConsumerRow, written_as
+from trinity_buffer.store.rows import ConsumerRow, format_address
 from trinity_buffer.store.sqlite import log_state
 from trinity_buffer.store.transaction import Transaction
 from trinity_buffer.store.writer_queries import DOOR
@@ -288,7 +288,7 @@ async def rejections(
                 row.reason,
                 uids.get(address, ""),
                 row.position,
-                written_as(row.address),
+                format_address(row.address),
             )
             for row, address in zip(rows, addresses, strict=True)
         ]

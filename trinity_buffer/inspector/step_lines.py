@@ -27,9 +27,9 @@ from trinity_buffer.store.rows import (
     SLOT_BITS,
     ExperienceRow,
     StepRow,
+    format_address,
     position_of,
     slot_of,
-    written_as,
 )
 
 
@@ -72,7 +72,7 @@ class StepLine:
 
 
 @dataclass(frozen=True, slots=True)
-class EatenRow:
+class TrainedRow:
     """A row of a gradient step, in the order of its manifest.
 
     Attributes:
@@ -108,7 +108,7 @@ class EatenRow:
 RowOrder = Literal["slot", "abs-advantage", "reward", "staleness", "length", "loss-share"]
 
 # The slot breaks ties, so that two calls show the same order. Rows without the number come last.
-ROW_ORDERS: dict[str, Callable[[EatenRow], tuple[float, int]]] = {
+ROW_ORDERS: dict[str, Callable[[TrainedRow], tuple[float, int]]] = {
     "slot": lambda row: (0, row.slot),
     "abs-advantage": lambda row: (-abs(row.advantage or 0.0), row.slot),
     "reward": lambda row: (math.inf if row.reward is None else -row.reward, row.slot),
@@ -132,7 +132,7 @@ class StepContents:
     layout: str
     digest: str
     proven: bool | None
-    rows: tuple[EatenRow, ...]
+    rows: tuple[TrainedRow, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -288,7 +288,7 @@ async def blame(source: Source, step: int, *, trainer: str | None = None) -> Ste
         segment = Segment(0) if of else events[position_of(note)].segment
         version = None if row is None else row.policy_version
         rows.append(
-            EatenRow(
+            TrainedRow(
                 slot=slot,
                 uid="" if row is None else row.eid.uid,
                 experiment=of,
@@ -304,8 +304,8 @@ async def blame(source: Source, step: int, *, trainer: str | None = None) -> Ste
                 length=0 if row is None else row.length,
                 trained_tokens=0 if row is None else row.trained_tokens,
                 actor="" if row is None or of else actors.get(position_of(row.address), ""),
-                annotation=written_as(note),
-                address=written_as(lease.experiences[slot]),
+                annotation=format_address(note),
+                address=format_address(lease.experiences[slot]),
                 measured={} if read.measured is None else read.measured.of_row(note, of),
             )
         )
@@ -415,7 +415,7 @@ def _groups(lease: BatchLeased, slots: Numbers) -> Numbers:
     return np.array(lease.groups, np.int64)[slots]
 
 
-def rewards_of_runs(rows: Sequence[EatenRow]) -> list[float]:
+def rewards_of_runs(rows: Sequence[TrainedRow]) -> list[float]:
     """Return the rewards of the trainer's own runs among rows of a step, each once."""
     runs = {(r.group, r.run): r.run_reward for r in rows if r.run_reward is not None}
     return list(runs.values())

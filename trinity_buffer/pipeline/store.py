@@ -27,7 +27,7 @@ from trinity_buffer.options import renamed
 from trinity_buffer.pipeline import handle
 from trinity_buffer.pipeline.coordination.waiting import ReportedWait, settle_imports
 from trinity_buffer.pipeline.manifest import leased_steps
-from trinity_buffer.pipeline.train.checkpoint import found_again
+from trinity_buffer.pipeline.train.checkpoint import resolve_moved
 from trinity_buffer.store import log, trainer_queries, writer_queries
 from trinity_buffer.store.connection import Database, Durability, open_database
 from trinity_buffer.store.log import StoredEvent
@@ -328,7 +328,7 @@ class Experiment(handle.ExperimentHandle):
         if newest is None:
             return None
         version, uri, digest, position = newest
-        path = found_again(uri, digest or None, self.database.folder)
+        path = resolve_moved(uri, digest or None, self.database.folder)
         return PublishedPolicy(version, str(path) if digest else uri, digest, position)
 
     async def committed_step(self, trainer: str = "trainer") -> int:
@@ -341,7 +341,7 @@ class Experiment(handle.ExperimentHandle):
         last = await self.database.read(trainer_queries.last_checkpoint, self.key, trainer)
         if last is None or last.checkpoint is None:
             return None
-        return str(found_again(last.checkpoint, last.checkpoint_digest, self.database.folder))
+        return str(resolve_moved(last.checkpoint, last.checkpoint_digest, self.database.folder))
 
     def train_stream(self, **options: Any) -> AbstractAsyncContextManager[TrainStream]:
         """Open the stream of gradient steps, an async context manager; see `StreamOptions`."""

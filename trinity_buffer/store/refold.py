@@ -25,7 +25,7 @@ from trinity_buffer.events import PlacedFact
 from trinity_buffer.limits import sizes
 from trinity_buffer.store import fold, sqlite, tables
 from trinity_buffer.store.connection import SQLiteTransaction
-from trinity_buffer.store.rows import written_as
+from trinity_buffer.store.rows import format_address
 from trinity_buffer.store.sqlite import StoreFiles, dbapi2
 from trinity_buffer.store.tables import PROJECTIONS, archived, experience, plan
 from trinity_buffer.store.transaction import Statement, Transaction
@@ -114,7 +114,7 @@ class Difference:
 
 def _shown(column: str, value: Any) -> str:
     if column in ("address", "experience") and isinstance(value, int):
-        return written_as(value)
+        return format_address(value)
     return value.hex() if isinstance(value, bytes) else repr(value)
 
 

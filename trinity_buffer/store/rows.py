@@ -42,7 +42,7 @@ def slot_of(address: int) -> int:
     return address & (MAX_ROWS_PER_EVENT - 1)
 
 
-def written_as(address: int) -> str:
+def format_address(address: int) -> str:
     """Return ``position:slot``, the readable form of an address."""
     return f"{position_of(address)}:{slot_of(address)}"
 

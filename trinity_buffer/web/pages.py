@@ -415,7 +415,7 @@ async def search_page(asked: Asked) -> Page:
             text,
             exact=asked.text("exact") is not None,
             after=-1 if after is None else after,
-            looked_at=is_long_enough,
+            on_page=is_long_enough,
             unreadable=unreadable,
         ):
             if len(matches) >= PAGE and match.address != matches[-1].address:

@@ -9,7 +9,7 @@ from trinity_buffer import inspector
 from trinity_buffer.errors import DamagedSegmentError, UnknownNameError
 from trinity_buffer.inspector.doctor import examine
 from trinity_buffer.inspector.source import Source, now
-from trinity_buffer.inspector.step_lines import ROW_ORDERS, EatenRow, rewards_of_runs
+from trinity_buffer.inspector.step_lines import ROW_ORDERS, TrainedRow, rewards_of_runs
 from trinity_buffer.pipeline.store import Store
 from trinity_buffer.web.charts import Shape, histogram, lines
 from trinity_buffer.web.templating import cut, rendered
@@ -85,7 +85,7 @@ async def _last_step(
     }
 
 
-async def _text(source: Source, row: EatenRow) -> str:
+async def _text(source: Source, row: TrainedRow) -> str:
     try:
         objects = (await inspector.show(source, row.uid)).objects
     except (UnknownNameError, DamagedSegmentError) as error:

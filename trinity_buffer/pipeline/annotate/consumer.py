@@ -44,7 +44,7 @@ from trinity_buffer.pipeline.handle import ExperimentHandle, as_json, by_size
 from trinity_buffer.pipeline.load.columns import load_experiences
 from trinity_buffer.pipeline.load.reading import EventCache, require_families
 from trinity_buffer.store import log, segments, writer_queries
-from trinity_buffer.store.rows import SLOT_BITS, ConsumerRow, ExperienceRow, written_as
+from trinity_buffer.store.rows import SLOT_BITS, ConsumerRow, ExperienceRow, format_address
 from trinity_buffer.store.transaction import Session, Transaction
 from trinity_buffer.writer import StagedWriter
 
@@ -352,7 +352,7 @@ class StrategyConsumer:
                 if late := self._reader.grouping.take_late():
                     await database.session(partial(self._reject_late, late=late))
             except (errors.CursorConflictError, errors.LeaseLostError) as error:
-                self._lease.doubt(error)
+                self._lease.invalidate(error)
                 break
             if worked or late:
                 wait.over()
@@ -481,7 +481,7 @@ class StrategyConsumer:
             if address not in rows:
                 raise errors.StoreError(
                     f"experiment {self.experiment.name!r}: the table experience lacks "
-                    f"{written_as(address)}, which is recorded: run `trinity-buffer rebuild`, "
+                    f"{format_address(address)}, which is recorded: run `trinity-buffer rebuild`, "
                     "which makes it from the log again"
                 )
         return rows
@@ -516,7 +516,7 @@ class StrategyConsumer:
                 over = self.strategy.over
                 seen.update((e.address or 0, deciding.fields_of(e, over)) for e in members)
                 # In the event loop, since `add` is a coroutine of the user's: where it blocks that
-                # for long, it can lose the lease, as `StrategyLease.doubt` explains.
+                # for long, it can lose the lease, as `StrategyLease.invalidate` explains.
                 with deciding.blame_strategy(self.name, partial(str, members[0].eid.uid)):
                     decision.metrics.append(
                         deciding.metrics_of(await self.strategy.add(members, self._calls))

@@ -57,14 +57,14 @@ class Lack:
 
 
 @dataclass(frozen=True, slots=True)
-class Surroundings:
+class RunSnapshot:
     """Processes and registered consumers of an experiment, as one transaction saw them."""
 
     here: Sequence[PresenceRow]
     consumers: dict[str, ConsumerRow]
 
     @classmethod
-    def of(cls, tx: Transaction, experiment: int) -> Surroundings:
+    def of(cls, tx: Transaction, experiment: int) -> RunSnapshot:
         """Return the surroundings of an experiment."""
         rows = leases.processes(tx, experiment)
         # `AT_WORK` rows repeat a process under a second role.
@@ -86,7 +86,7 @@ def counted(number: int, noun: str) -> str:
 
 def of_trainer(tx: Transaction, experiment: int, annotation_set: str) -> str:
     """Explain why a trainer that has taken all ready rows of this set gets no more."""
-    around = Surroundings.of(tx, experiment)
+    around = RunSnapshot.of(tx, experiment)
     strategy = around.consumers.get(annotation_set)
     number, _ = counts.unseen(tx, experiment, strategy)
     at_work = around.who("strategy", annotation_set)
@@ -111,7 +111,7 @@ def of_strategy(tx: Transaction, experiment: int, name: str, *, whole_batches: b
         name: of the annotation set.
         whole_batches: its unit is the batch, so that whole groups wait too.
     """
-    around = Surroundings.of(tx, experiment)
+    around = RunSnapshot.of(tx, experiment)
     strategy = around.consumers.get(name)
     lacks = lacks_of(tx, experiment, strategy, whole_batches=whole_batches)
     if lacks:
@@ -129,7 +129,7 @@ def of_strategy(tx: Transaction, experiment: int, name: str, *, whole_batches: b
     )
 
 
-def _describe(around: Surroundings, lacks: Sequence[Lack]) -> str:
+def _describe(around: RunSnapshot, lacks: Sequence[Lack]) -> str:
     """Describe the missing runs, and which explorer would bring them."""
     text = "; ".join(lack.describe() for lack in lacks[:BATCHES_NAMED])
     more = len(lacks) - BATCHES_NAMED
@@ -155,7 +155,7 @@ def is_being_decided(tx: Transaction, experiment: int, annotation_set: str) -> b
 
     A live process without heartbeats does not count: its strategy may have ended alone.
     """
-    around = Surroundings.of(tx, experiment)
+    around = RunSnapshot.of(tx, experiment)
     at_work = around.who("strategy", annotation_set)
     if at_work is None or waiting.was_silent(at_work):
         return False
@@ -188,7 +188,7 @@ def outcome_of(tx: Transaction, experiment: int, trainer: str) -> str:
 
 def of_admission(tx: Transaction, experiment: int, trainer: str) -> str:
     """Return which process would make room for another batch, or why it cannot."""
-    around = Surroundings.of(tx, experiment)
+    around = RunSnapshot.of(tx, experiment)
     at_work, known = around.who("trainer", trainer), around.consumers.get(trainer)
     if at_work is None:
         return f"no process trains as {trainer!r}"
@@ -200,7 +200,7 @@ def of_admission(tx: Transaction, experiment: int, trainer: str) -> str:
 
 def abandoned_groups(tx: Transaction, experiment: int) -> int:
     """Return the number of planned groups whose missing runs will never come: the actor is gone."""
-    around = Surroundings.of(tx, experiment)
+    around = RunSnapshot.of(tx, experiment)
     batches = counts.open_batches(tx, experiment)
     # A plan and its first heartbeat are one transaction, so absence means that it ended.
     gone = [batch.key for batch in batches if around.who("explorer", batch.actor) is None]

@@ -223,7 +223,7 @@ class StrategyLease(Lease):
         self.is_held, self.held_by = True, None
         return True
 
-    def doubt(self, why: errors.StoreError) -> None:
+    def invalidate(self, why: errors.StoreError) -> None:
         """Note that another has decided, which is ``why`` a commit failed: `ask` looks again."""
         self.is_held = False
         if isinstance(why, errors.LeaseLostError):

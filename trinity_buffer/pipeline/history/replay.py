@@ -22,7 +22,7 @@ from trinity_buffer.pipeline.load.columns import RowLoader
 from trinity_buffer.pipeline.load.reading import EventCache
 from trinity_buffer.pipeline.store import Experiment, open_store
 from trinity_buffer.pipeline.sync_stream import StepStream, in_portal
-from trinity_buffer.pipeline.train.checkpoint import found_again
+from trinity_buffer.pipeline.train.checkpoint import resolve_moved
 from trinity_buffer.pipeline.train.collate import collate_step
 from trinity_buffer.pipeline.train.microbatch import Mover, StepMemory
 from trinity_buffer.pipeline.train.options import Resume
@@ -172,7 +172,7 @@ async def recorded_end(experiment: Experiment, consumer: str, last: int | None) 
     if step is not None:
         after = await database.read(trainer_queries.weights_after, key, consumer, step)
         if after is not None and after[0] != step.checkpoint_digest:
-            digest, weights = after[0], found_again(after[1], after[0], database.folder)
+            digest, weights = after[0], resolve_moved(after[1], after[0], database.folder)
     without_heads = await database.read(trainer_queries.steps_without_heads, key, consumer)
     return RecordedEnd(end, digest, weights, without_heads)
 

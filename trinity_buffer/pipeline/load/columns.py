@@ -34,9 +34,9 @@ from trinity_buffer.store.connection import Database
 from trinity_buffer.store.rows import (
     MAX_ROWS_PER_EVENT,
     ExperienceRow,
+    format_address,
     position_of,
     slot_of,
-    written_as,
 )
 from trinity_buffer.store.transaction import ReadSession
 
@@ -454,7 +454,7 @@ class RowLoader:
         first = sorted(places)[: NAMED_ROWS + 1]
         shown = first[:NAMED_ROWS]
         uids = zip(self.uids(s, lease, shown), shown, strict=True)
-        named = [f"{uid} at {written_as(lease.experiences[place])}" for uid, place in uids]
+        named = [f"{uid} at {format_address(lease.experiences[place])}" for uid, place in uids]
         return ", ".join(named) + (" ..." if len(first) > NAMED_ROWS else "")
 
     def unreadable(self, s: ReadSession, lease: BatchLeased) -> dict[int, str]:

@@ -355,7 +355,7 @@ def _content(checkpoint: Path) -> tuple[list[Path], list[Path]]:
     return sorted(files), folders
 
 
-def found_again(path: str, digest: str | None, beside: Path | None) -> Path:
+def resolve_moved(path: str, digest: str | None, beside: Path | None) -> Path:
     """Return the current path of a recorded file, which may have moved together with the store.
 
     A run's folder may be moved as a whole: files beside the store, or below it, move along.

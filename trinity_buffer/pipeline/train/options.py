@@ -26,7 +26,7 @@ from trinity_buffer.options import Count, Natural, StepOptions, option_types
 from trinity_buffer.pipeline.annotate.consumer import RECORDED
 from trinity_buffer.pipeline.coordination.waiting import Presence, ReportedWait
 from trinity_buffer.pipeline.handle import ExperimentHandle, fact_at
-from trinity_buffer.pipeline.train.checkpoint import digest_of, found_again, require_digest
+from trinity_buffer.pipeline.train.checkpoint import digest_of, require_digest, resolve_moved
 from trinity_buffer.store import inspection, log, trainer_queries, writer_queries
 from trinity_buffer.store.connection import Database
 from trinity_buffer.store.rows import ConsumerRow, StepRow
@@ -268,7 +268,7 @@ async def require_checkpoint_of(
 
 
 def _path_of(row: StepRow, folder: Path | None) -> Path:
-    return found_again(row.checkpoint or "", row.checkpoint_digest, folder)
+    return resolve_moved(row.checkpoint or "", row.checkpoint_digest, folder)
 
 
 async def register(experiment: ExperimentHandle, consumer: str, annotation_set: str) -> ConsumerRow:

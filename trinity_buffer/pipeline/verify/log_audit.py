@@ -41,7 +41,7 @@ from trinity_buffer.pipeline.verify.addresses import (
 from trinity_buffer.store import counters
 from trinity_buffer.store.counts import PlanCounts, StrategyCounts, TrainerCounts
 from trinity_buffer.store.log import EventChain, StoredEvent
-from trinity_buffer.store.rows import MAX_ROWS_PER_EVENT, first_address, written_as
+from trinity_buffer.store.rows import MAX_ROWS_PER_EVENT, first_address, format_address
 
 
 @dataclass(frozen=True, slots=True)
@@ -301,7 +301,9 @@ class TrainerAudit:
         rejected = together(unpacked(rows) for _, rows in self._rejected)
         for position, lost in self._dropped:
             for row in lost[~np.isin(lost, rejected)].tolist():
-                what = f"annotation {written_as(row)} was taken out of its step and not rejected"
+                what = (
+                    f"annotation {format_address(row)} was taken out of its step and not rejected"
+                )
                 yield self._wrong("conservation", position, what)
         leases = {leased.position: leased.rows for leased in self.steps.values()}
         handed_out = [*leases.items(), *self._rejected]
@@ -316,7 +318,7 @@ class TrainerAudit:
         )
         for position, row in more_than_once:
             if row in before:
-                address = written_as(row % _OTHER_EXPERIMENT)
+                address = format_address(row % _OTHER_EXPERIMENT)
                 what = f"annotation {address} was given out at position {before[row]} before"
                 yield self._wrong("conservation", position, what)
                 if before[row] in leases and before[row] != position:
@@ -527,7 +529,7 @@ class LogAudit:
             what = "was refused as late, and its batch was not sealed"
             if slot not in late:
                 what = "was recorded after its batch was sealed, and not refused"
-            self.problems.append(Problem("log", f"experience {written_as(base + slot)}", what))
+            self.problems.append(Problem("log", f"experience {format_address(base + slot)}", what))
         addresses = np.arange(base, base + count, dtype=np.int64)
         self._recorded[position] = packed(np.delete(addresses, sorted(refused)))
         self._numbers["", counters.RECORDED] += count
@@ -580,14 +582,17 @@ class LogAudit:
             mine = own[places[own] == place]
             annotated, slots = unpacked(strategy.annotated.get(place, _NOTHING)), all_slots[mine]
             if (slots >= len(annotated)).any():
-                annotation = written_as(int(rows[mine[0]]))
+                annotation = format_address(int(rows[mine[0]]))
                 what = f"set {fact.annotation_set!r} has no annotation {annotation}"
                 self.problems.append(Problem("manifests", where, what))
             elif len(wrong := mine[annotated[slots] != experiences[mine]]):
                 row = int(wrong[0])
-                trained, annotation = written_as(int(experiences[row])), written_as(int(rows[row]))
+                trained, annotation = (
+                    format_address(int(experiences[row])),
+                    format_address(int(rows[row])),
+                )
                 what = f"row {row} trains {trained} with annotation {annotation}"
-                other = written_as(int(annotated[all_slots[row]]))
+                other = format_address(int(annotated[all_slots[row]]))
                 self.problems.append(Problem("manifests", where, f"{what}, which is of {other}"))
 
     def _archived(self, position: int, fact: events.SegmentsArchived) -> None:
@@ -646,7 +651,7 @@ class LogAudit:
         return counters.reasons(self._numbers, name)
 
     def _decided_wrongly(self, name: str, address: int, what: str) -> None:
-        where = f"experience {written_as(address)}"
+        where = f"experience {format_address(address)}"
         self.problems.append(Problem("conservation", where, f"{what} by strategy {name!r}"))
 
     def rows(self) -> dict[str, int]:

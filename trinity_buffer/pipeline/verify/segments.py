@@ -38,7 +38,7 @@ from trinity_buffer.pipeline.verify.projections import facts_of
 from trinity_buffer.sampling import SEGMENTS, sampled
 from trinity_buffer.store import log, schema, segments
 from trinity_buffer.store.connection import Database
-from trinity_buffer.store.rows import address_of, written_as
+from trinity_buffer.store.rows import address_of, format_address
 from trinity_buffer.store.transaction import SegmentParts
 
 Integers = npt.NDArray[np.int64]
@@ -214,7 +214,7 @@ def _check_rows(
             what = f"its content has the digest {digest.hex()}, recorded is {recorded[slot].hex()}"
             wrong.append(("digests", slot, what))
     for check, slot, what in wrong:
-        where = f"experience {written_as(address_of(position, slot))} ({uids[slot]})"
+        where = f"experience {format_address(address_of(position, slot))} ({uids[slot]})"
         yield Problem(check, where, what)
 
 

@@ -35,7 +35,7 @@ from trinity_buffer.store import counters, log, refold
 from trinity_buffer.store.counts import PlanCounts, StrategyCounts, TrainerCounts
 from trinity_buffer.store.log import EventChain, StoredEvent
 from trinity_buffer.store.refold import Scratch, UnfoldableError
-from trinity_buffer.store.rows import address_of, written_as
+from trinity_buffer.store.rows import address_of, format_address
 from trinity_buffer.store.transaction import Transaction
 
 _SLASHES_OF_UID = 4
@@ -531,6 +531,6 @@ async def _recorded_twice(experiment: Experiment, audit: LogAudit) -> list[str]:
     async for position, fact in recorded:
         for slot, uid in enumerate(fact.columns.uids()):
             if hash(uid) in suspected:
-                places[uid].append(written_as(address_of(position, slot)))
+                places[uid].append(format_address(address_of(position, slot)))
     twice = {uid: written for uid, written in places.items() if len(written) > 1}
     return [f"experience {uid} ({', '.join(written)})" for uid, written in twice.items()]

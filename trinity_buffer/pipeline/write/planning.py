@@ -373,7 +373,7 @@ def take_over(
         batches: the batches that may be claimed; None: all.
     """
     tx.lock(experiment)
-    here = diagnosis.Surroundings.of(tx, experiment).here
+    here = diagnosis.RunSnapshot.of(tx, experiment).here
 
     def is_there(actor: str) -> bool:
         rows = [row for row in here if (row.role, row.name) == ("explorer", actor)]
