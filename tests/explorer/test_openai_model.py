@@ -393,6 +393,19 @@ async def test_sglang_mixes_weights_in_an_answer_only_where_it_is_asked_to(
     assert vllm.said == [f"pause_generation={how}", *resumed]
 
 
+async def test_an_answer_of_sglang_names_the_weights_that_began_it_too(
+    url: str, vllm: VLLM, tiny: Path
+) -> None:
+    """What it says of an answer are the weights at its end."""
+    async with asking(url, dialect="sglang", tokenizer=str(tiny)) as model:
+        vllm.before_answer.append(lambda: setattr(vllm, "version", "2"))
+        said = await model.chat(HELLO)
+    talk = Conversation(HELLO)
+    talk.said(said)
+    assert talk.experiences(1.0)[0].info["model_version"] == 0
+    assert (said.weight_version, said.later_weight_version) == ("0", "2")
+
+
 @pytest.mark.parametrize(
     ("dialect", "resume"), [("vllm", "resume"), ("sglang", "continue_generation")]
 )

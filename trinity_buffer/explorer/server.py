@@ -11,6 +11,7 @@ import json
 import logging
 import time
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property, partial
 from pathlib import Path
@@ -569,9 +570,15 @@ class OpenAIModel:
         if (most := usual if max_tokens is None else max_tokens) is not None:
             sampling["max_new_tokens"] = most
         body = {"input_ids": ids_or_text, "sampling_params": sampling, "return_logprob": True}
+        before = None
+        with suppress(errors.RefusedRequestError):
+            before = await self.server.weight_version("sglang")
         answer = await self.server.post("/generate", body)
         with understanding(self.server.root):
             made = replace(generated(answer, ids_or_text), **self._marks)
+        if before is not None and (after := made.weight_version) not in (None, before):
+            # What it says of an answer are the weights at its end.
+            made = replace(made, weight_version=before, later_weight_version=after)
         if self._require_ids:
             require_whole(answer, [made], self.server.root)
         return made
@@ -654,8 +661,7 @@ async def push_weights(
 
     Args:
         mode: what becomes of requests under way: ``"wait"`` lets them end, ``"abort"`` ends them,
-            ``"keep"`` goes on with them under the new weights (SGLang's answer then names those
-            alone).
+            ``"keep"`` goes on with them under the new weights.
 
     Raises:
         CheckpointError: the weights are not there any more, or are others.
