@@ -11,7 +11,6 @@ import json
 import logging
 import time
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property, partial
 from pathlib import Path
@@ -333,19 +332,21 @@ def reasoning_in(message: Mapping[str, Any]) -> dict[str, Any]:
     return {key: message[key] for key in REASONING if message.get(key)}
 
 
-def generated(answer: Mapping[str, Any], prompt: Sequence[int]) -> Completion:
-    """Return an answer of SGLang's ``/generate``."""
+def generated(answer: Mapping[str, Any], prompt: Sequence[int], before: str | None) -> Completion:
+    """Return an answer of SGLang's ``/generate``, which names the weights at its end alone."""
     meta = answer.get("meta_info") or {}
     pairs = meta.get("output_token_logprobs")
     reason = meta.get("finish_reason")
-    version = meta.get("weight_version")
+    after = None if meta.get("weight_version") is None else str(meta["weight_version"])
+    version = after and (before or after)
     return Completion(
         prompt_ids=prompt,
         token_ids=answer.get("output_ids") or (),
         logprobs=None if pairs is None else [float(pair[0]) for pair in pairs],
         text=answer.get("text") or "",
         finish_reason=reason.get("type") if isinstance(reason, Mapping) else reason,
-        weight_version=None if version is None else str(version),
+        weight_version=version,
+        later_weight_version=None if after == version else after,
     )
 
 
@@ -570,15 +571,10 @@ class OpenAIModel:
         if (most := usual if max_tokens is None else max_tokens) is not None:
             sampling["max_new_tokens"] = most
         body = {"input_ids": ids_or_text, "sampling_params": sampling, "return_logprob": True}
-        before = None
-        with suppress(errors.RefusedRequestError):
-            before = await self.server.weight_version("sglang")
+        before = await self.server.weight_version("sglang")
         answer = await self.server.post("/generate", body)
         with understanding(self.server.root):
-            made = replace(generated(answer, ids_or_text), **self._marks)
-        if before is not None and (after := made.weight_version) not in (None, before):
-            # What it says of an answer are the weights at its end.
-            made = replace(made, weight_version=before, later_weight_version=after)
+            made = replace(generated(answer, ids_or_text, before), **self._marks)
         if self._require_ids:
             require_whole(answer, [made], self.server.root)
         return made
@@ -655,9 +651,8 @@ async def push_weights(
 ) -> PushReport:
     """Have ``server`` load the weights of ``policy`` and call them by its version.
 
-    The server reads the folder itself, so it must see the same path. A server that fails on the
-    way, or names other weights before it is resumed, stays paused: nothing is sampled from
-    unknown weights.
+    The server reads the folder itself, so it must see the same path. One that fails on the way, or
+    names other weights, is not resumed: nothing is sampled from unknown weights.
 
     Args:
         mode: what becomes of requests under way: ``"wait"`` lets them end, ``"abort"`` ends them,
@@ -672,9 +667,8 @@ async def push_weights(
         if policy.digest:
             await anyio.to_thread.run_sync(require_digest, path, policy.digest)
         try:
-            await (_into_sglang if dialect == "sglang" else _into_vllm)(
-                server, str(path), version, mode
-            )
+            into = _into_sglang if dialect == "sglang" else _into_vllm
+            await into(server, str(path), version, mode)
         except errors.InferenceServerError as error:
             raise errors.InferenceServerError(
                 f"{error} (while it took policy {version}; if it was paused it stays so until "
