@@ -22,6 +22,7 @@ from trinity_buffer import inspector, open_store
 from trinity_buffer.errors import DamagedSegmentError, InvalidArgumentError, UnknownNameError
 from trinity_buffer.inspector.source import Source, as_of, now
 from trinity_buffer.inspector.step_lines import ROW_ORDERS
+from trinity_buffer.inspector.table import record_batches
 
 SLOTS = 1 << 20
 
@@ -264,7 +265,25 @@ async def test_why_says_that_a_step_changed_no_weights(store_url: str) -> None:
         async with run.train_stream(strategy="grpo") as stream:
             taken = [step async for step in stream]
             await stream.commit(taken[-1], checkpoint=None, skipped={1: []})
-        told = [(await inspector.why(now(run), f"b/{task}/0/0/")).reasons for task in (0, 1)]
+        lives = [await inspector.why(now(run), f"b/{task}/0/0/") for task in (0, 1)]
+        told = [life.reasons for life in lives]
+        lines = await inspector.steps(now(run))
+        blamed = [(await inspector.blame(now(run), step)).line.state for step in (1, 2)]
+        groups = await inspector.groups(now(run))
+        shown = [await inspector.show(now(run), f"b/{task}/0/0/") for task in (0, 1)]
+        batches = [batch async for batch in record_batches(now(run), None, None, None)]
+    exported = [(row["state"], row["reason"]) for row in batches[0].to_pylist()]
+    assert [line.state for line in lines] == blamed == ["skipped", "committed"]
+    assert [group.state for group in groups] == [
+        "trained in step 2 of trainer",
+        "skipped (non_finite) in step 1 of trainer",
+    ]
+    assert [view.sets[0].steps[0].state for view in shown] == ["skipped", "trained"]
+    assert exported == [("skipped", "non_finite"), ("committed", None)]
+    assert [(life.trained, life.verdict) for life in lives] == [
+        (False, "never trained: skipped (non_finite) in step 1 of trainer (set grpo)"),
+        (True, "trained in step 2 of trainer (set grpo)"),
+    ]
     assert [reasons[-1].what.partition(" committed")[2] for reasons in told] == [
         ", and skipped (non_finite): it changed no weights",
         "",

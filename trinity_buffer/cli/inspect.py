@@ -218,7 +218,7 @@ def _experience_text(view: questions.ExperienceView) -> output.Lines:
         if part.tensors:
             yield _tensor_table("", part.tensors)
         for step in part.steps:
-            held = "trained" if step.committed else "leased, not committed,"
+            held = step.state if step.committed else "leased, not committed,"
             fate = f"{held} in step {step.step}" if step.step else f"rejected: {step.reason}"
             yield f"  {step.trainer}: {fate}"
             if step.measured:

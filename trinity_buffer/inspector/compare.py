@@ -236,7 +236,7 @@ async def compare_runs(
     lines = [run.values() for run in runs]
     numbers: dict[str, list[Any]] = {
         "steps": [*map(len, runs)],
-        "committed": [sum(line.state == "committed" for line in own) for own in lines],
+        "committed": [sum(line.committed_at is not None for line in own) for own in lines],
         "rows": [sum(line.rows for line in own) for own in lines],
         "tokens": [sum(line.tokens for line in own) for own in lines],
     }

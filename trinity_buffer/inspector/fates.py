@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 
 from typing_extensions import override
@@ -25,6 +25,7 @@ class StepView:
     """A gradient step that holds the experience, or the reason for which a trainer left it out.
 
     Attributes:
+        reason: why the trainer rejected it, or skipped the step, which changed no weights.
         trainer: its name; a trainer of another experiment, which mixes in rows of this one as its
             expert's, is ``EXPERIMENT/TRAINER``.
         measured: what the trainer measured of it in that step, where that was asked for; empty
@@ -39,11 +40,19 @@ class StepView:
     measured: Mapping[str, float] = field(default_factory=dict)
     experiment: str = ""
 
+    @property
+    def state(self) -> str:
+        """``rejected``, ``leased``, ``skipped`` or ``trained``."""
+        if self.step is None:
+            return "rejected"
+        return "leased" if not self.committed else "skipped" if self.reason else "trained"
+
     @override
     def __str__(self) -> str:
         if self.step is None:
             return f"rejected by {self.trainer}: {self.reason}"
-        return f"{'trained' if self.committed else 'leased'} in step {self.step} of {self.trainer}"
+        why = f" ({self.reason})" if self.reason else ""
+        return f"{self.state}{why} in step {self.step} of {self.trainer}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,10 +148,32 @@ def _steps(
     readers = trainer_queries.readers(tx, experiment)
     for key, name, source, trainer in sorted(readers, key=lambda reader: not reader[2]):
         known_as = trainer_queries.guest_name(name, trainer.name) if source else trainer.name
-        for _, address, step in inspection.deliveries(tx, key, [trainer.name], notes, source):
+        delivered = inspection.deliveries(tx, key, [trainer.name], notes, source)
+        skipped = _skipped(tx, key, name, trainer.name, {step for _, _, step in delivered})
+        for _, address, step in delivered:
             committed, elsewhere = step <= trainer.committed_step, name if source else ""
-            steps[address].append(StepView(known_as, step, committed, None, {}, elsewhere))
+            why = skipped.get(step)
+            steps[address].append(StepView(known_as, step, committed, why, {}, elsewhere))
     return steps
+
+
+def _skipped(
+    tx: Transaction, experiment: int, name: str, trainer: str, wanted: Set[int]
+) -> dict[int, str]:
+    """Return step of a trainer -> why its commit says that it changed no weights."""
+    if not wanted:
+        return {}
+    span = {"after": min(wanted) - 1, "limit": max(wanted) - min(wanted) + 1}
+    rows = trainer_queries.steps(tx, experiment, trainer, **span)
+    committed = {row.step: row.committed_at or 0 for row in rows if row.step in wanted}
+    skipped = dict[int, str]()
+    for stored in log.read_at(tx, experiment, sorted({*committed.values()})):
+        match decoded(name, stored).fact:
+            case StepsCommitted(skipped=str(why), skipped_steps=steps):
+                # Not those that were rewound and handed out again.
+                own = (step for step in steps if committed.get(step) == stored.position)
+                skipped |= dict.fromkeys(own, why)
+    return skipped
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,7 +196,7 @@ class Why:
     """The life of one experience.
 
     Attributes:
-        trained: whether a committed step holds it.
+        trained: whether a committed step holds it that was not skipped.
         verdict: in one sentence.
         reasons: in order of the log; what has not happened comes last.
     """
@@ -196,7 +227,7 @@ async def why(source: Source, uid: str) -> Why:
         if row is None:
             _require_planned(f"experiment {source.name!r}", eid, batch, group)
         own = [] if row is None else fates(tx, source.key, [row])[row.address]
-        trained = any(step.committed for fate in own for step in fate.steps)
+        trained = any(step.state == "trained" for fate in own for step in fate.steps)
         reasons = [*_of_the_writer(eid, batch, row)]
         if row is not None and row.refused is None:
             for fate in own:
@@ -311,7 +342,7 @@ def _of_a_step(tx: Transaction, source: Source, note: int, step: StepView) -> _R
                     yield from _of_the_log(tx, source, at + 1, at + 1)
         yield at, f"{trainer} rejected, {step.reason}"
     elif step.experiment:
-        state = "trained" if step.committed else "handed out, and not committed,"
+        state = step.state if step.committed else "handed out, and not committed,"
         where = f"as the log of {step.experiment!r} says"
         yield None, f"{trainer} {state} in step {step.step}, {where}"
     else:

@@ -38,7 +38,8 @@ class StepLine:
     """One gradient step.
 
     Attributes:
-        state: ``committed`` on the live line, or ``leased``.
+        state: ``committed`` on the live line, ``skipped`` if its commit says that the step changed
+            no weights, or ``leased``.
         leased_at, committed_at: positions of the events.
         recorded_at: when it was handed out, in seconds since 1970.
         seconds: from then, or from the last rewind after which it was handed out again, to its
@@ -219,7 +220,7 @@ async def _steps(source: Source, trainer: str, rows: Sequence[StepRow]) -> list[
         numbers, slots = own
         versions, groups = numbers["policy_version"], _groups(lease, slots)
         lags = row.step - 1 - versions[versions != NO_VERSION]
-        commit, metrics = None, dict[str, Any]()
+        commit, metrics, state = None, dict[str, Any](), "leased"
         if row.committed_at is not None:
             # Clocks of two machines may differ: a negative time is shown as unknown.
             # A rewind in between handed it out again: there is no lease of that.
@@ -229,12 +230,13 @@ async def _steps(source: Source, trainer: str, rows: Sequence[StepRow]) -> list[
             fact = commits[row.committed_at].fact
             assert isinstance(fact, StepsCommitted)  # of which the step says so
             commit = fact
+            state = "skipped" if row.step in commit.skipped_steps else "committed"
             # A commit of several steps has the metrics of the last one.
             metrics = dict(commit.metrics) if commit.steps[-1] == row.step else {}
         line = StepLine(
             trainer=trainer,
             step=row.step,
-            state="leased" if commit is None else "committed",
+            state=state,
             leased_at=row.leased_at,
             committed_at=row.committed_at,
             recorded_at=recorded_at,

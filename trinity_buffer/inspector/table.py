@@ -124,9 +124,10 @@ def to_arrow(
     ``advantages`` (one number if all trained tokens have it, the others 0), ``advantage`` (it, else
     the mean over all response tokens), ``trained_step``, ``trainer``; ``damaged``: why something of
     it, null then, is unreadable. ``state`` is ``refused``, ``unseen``, ``waiting``, ``rejected``,
-    ``annotated`` (in no step: what `groups` calls ready), ``leased`` or ``committed``. From
-    ``state`` to ``trained_step`` a row is about one delivery: of ``step``, else committed before
-    leased before ``rejected`` by a trainer, of the trainer furthest ahead, its first step. In
+    ``annotated`` (in no step: what `groups` calls ready), ``leased``, ``committed``, or ``skipped``
+    (committed, and the step changed no weights). From ``state`` to ``trained_step`` a row is about
+    one delivery: of ``step``, else committed before skipped before leased before ``rejected`` by a
+    trainer, of the trainer furthest ahead, its first step. In
     ``info.KEY``, of numbers if its first page is, else of texts, what does not fit is null.
 
     Args:
@@ -331,6 +332,9 @@ def _recorded(recorded: EventWithSegment, slots: Sequence[int]) -> dict[str, lis
     return cells | flat
 
 
+_STATES = ("trained", "skipped", "leased", "rejected")
+
+
 def _what_became(
     row: ExperienceRow, fate: Fate | None, trainers: Sequence[str], wanted: int | None
 ) -> tuple[int | None, dict[str, Any]]:
@@ -344,15 +348,15 @@ def _what_became(
         if step.trainer in trainers and wanted in (None, step.step)
     ]
 
-    def order(delivery: tuple[int, StepView]) -> tuple[bool, bool, int, int]:
+    def order(delivery: tuple[int, StepView]) -> tuple[int, int, int]:
         step = delivery[1]
-        return not step.committed, step.step is None, trainers.index(step.trainer), step.step or 0
+        return _STATES.index(step.state), trainers.index(step.trainer), step.step or 0
 
-    # Committed before leased before rejected; see `to_arrow`.
+    # Committed before skipped before leased before rejected; see `to_arrow`.
     note, step = min(known, key=order, default=(fate.first, None))
     cells: dict[str, Any] = {"set": fate.annotation_set, "state": fate.state, "reason": fate.reason}
     if step is not None:
-        state = "committed" if step.committed else "leased" if step.step else "rejected"
+        state = "committed" if step.state == "trained" else step.state
         cells |= {"state": state, "reason": step.reason}
         cells |= {"trainer": step.trainer, "trained_step": step.step}
     return note, cells

@@ -80,7 +80,7 @@ async def tokens(source: Source, uid: str, *, annotation_set: str | None = None)
     own_mask = experience.elements_of(segment, "action_mask", slot)
     mask[row.prompt_length :] = True if own_mask is None else own_mask.astype(bool)
     known = [f for f in fates if f.annotations and annotation_set in (None, f.annotation_set)]
-    trained = (f for f in known if any(step.committed for step in f.steps))
+    trained = (f for f in known if any(step.state == "trained" for step in f.steps))
     fate = next(chain(trained, known), None)
 
     def placed(names: Mapping[str, str], of: Segment, at: int) -> dict[str, Numbers | None]:
