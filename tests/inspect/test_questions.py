@@ -315,6 +315,12 @@ async def test_groups_show_the_rewards_that_their_set_compared(store_url: str) -
         await tb.run_strategy(run, "grpo", name="judged", rewards="judge")
         (own,) = await inspector.groups(now(run), annotation_set="grpo")
         (judged,) = await inspector.groups(now(run), annotation_set="judged")
+        async with run.train_stream(strategy="judged") as stream:
+            taken = [step async for step in stream]
+        (line,) = await inspector.steps(now(run))
+        blamed = (await inspector.blame(now(run), len(taken))).rows
+    assert line.reward == -2.0
+    assert [(row.reward, row.run_reward) for row in blamed] == [(0.0, 0.0), (-4.0, -4.0)]
     assert (own.mean, [one.reward for one in own.runs]) == (1.0, [0.0, 1.0, 2.0])
     assert (judged.mean, [one.reward for one in judged.runs]) == (-2.0, [0.0, -4.0, None])
     assert judged.deviation == pytest.approx(8**0.5)

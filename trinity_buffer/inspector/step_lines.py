@@ -48,7 +48,8 @@ class StepLine:
         rows, groups: of it, an expert's included; all that follows leaves the expert's out.
         tokens, trained_tokens: of its rows.
         reward: mean over its runs, each taken once: its reward is the mean of its rows', of which
-            one without a reward has that of the last.
+            one without a reward has that of the last. Of a set that takes the rewards of a scoring,
+            these are meant, as the scoring has them now.
         staleness, oldest: mean and greatest (step - 1 - policy version) of its rows.
         metrics: what the trainer measured; without `StepMeasured` only at the last of a commit.
     """
@@ -79,7 +80,8 @@ class TrainedRow:
     Attributes:
         experiment: "" for the trainer's own, else the expert's.
         run: of its task; the rows of a run share it and the group.
-        run_reward: of that run, as `StepLine.reward` takes it; None of an expert's rows.
+        reward, run_reward: of the row and of that run, as `StepLine.reward` takes them; of an
+            expert's rows as it was recorded, and None.
         advantage: mean over its tokens, or the number that stands before the mask.
         annotation, address: ``position:slot`` of its annotation and of the experience.
         actor: who recorded the experience.
@@ -279,6 +281,7 @@ async def blame(source: Source, step: int, *, trainer: str | None = None) -> Ste
     rewards = rewards_by_run(numbers["reward"], *of_runs)
     of_rows = rewards.means[rewards.runs].tolist()
     run_rewards = dict(zip(read.slots.tolist(), of_rows, strict=True))
+    row_rewards = dict(zip(read.slots.tolist(), numbers["reward"].tolist(), strict=True))
     parts = [
         (at, plan.rank)
         for at, plan in enumerate(plans_of(lease))
@@ -287,6 +290,7 @@ async def blame(source: Source, step: int, *, trainer: str | None = None) -> Ste
     rows = []
     for slot, (row, of) in enumerate(zip(known, experiments, strict=True)):
         note, run_reward = lease.annotations[slot], run_rewards.get(slot, math.nan)
+        reward = row_rewards.get(slot, math.nan if row is None else row.reward)
         segment = Segment(0) if of else events[position_of(note)].segment
         version = None if row is None else row.policy_version
         rows.append(
@@ -298,7 +302,7 @@ async def blame(source: Source, step: int, *, trainer: str | None = None) -> Ste
                 rank=parts[slot][1],
                 group=lease.groups[slot],
                 run=None if row is None else row.eid.run,
-                reward=None if row is None else row.reward,
+                reward=None if reward is None or math.isnan(reward) else reward,
                 run_reward=None if math.isnan(run_reward) else run_reward,
                 advantage=experience.mean_of(segment, "advantages", slot_of(note)),
                 policy_version=version,
@@ -398,18 +402,27 @@ async def _experiences(source: Source, fact: BatchLeased) -> list[ExperienceRow 
 
 
 async def _numbers(source: Source, facts: Sequence[BatchLeased]) -> list[tuple[Numbers, Numbers]]:
-    """Return `row_numbers` and slots of the trainer's own rows of each lease, where known."""
+    """Return `row_numbers` and slots of the trainer's own rows of each lease, where known.
+
+    Rewards are those of the scoring that the annotation set was run with, where it was.
+    """
     own = [np.flatnonzero([not of for of in experiments_of(fact)]) for fact in facts]
     asked = [np.array(f.experiences, np.int64)[slots] for f, slots in zip(facts, own, strict=True)]
     wanted = sorted({*chain.from_iterable(addresses.tolist() for addresses in asked)})
     numbers = await source.read(row_numbers, source.key, wanted)
+    consumers = await source.read(writer_queries.consumers, source.key)
     # One more, so that what sorts behind the last known address is found unequal to it.
     ended, counted = np.append(numbers["address"], -1), []
-    for slots, addresses in zip(own, asked, strict=True):
+    for fact, slots, addresses in zip(facts, own, asked, strict=True):
         # Sorted by address: a dict of all rows of some hundred steps would cost more.
         places = np.searchsorted(numbers["address"], addresses)
         known = ended[places] == addresses
         counted.append((numbers[places[known]], slots[known]))
+        strategy = consumers.get(fact.annotation_set)
+        if strategy is not None and (scoring := strategy.config.get("rewards")) is not None:
+            rewarded = (source.key, scoring, addresses[known].tolist())
+            given = await source.read(writer_queries.assigned_rewards, *rewarded)
+            counted[-1][0]["reward"] = [given.get(at, math.nan) for at in rewarded[-1]]
     return counted
 
 
