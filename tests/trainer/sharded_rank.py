@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 import torch.distributed
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import trinity_buffer as tb
@@ -35,17 +36,22 @@ def trainer_on(
     return tb.Trainer(stream, model, build("grpo"), given, optimizer=optimizer, reference=reference)
 
 
-def in_parts(model: Any) -> Any:
-    """Let the ranks hold ``model`` in parts."""
+def in_parts(model: Any, *, hybrid: bool = False) -> Any:
+    """Let the ranks hold ``model`` in parts; hybrid: each half of them has all of it (HSDP)."""
+    half = torch.distributed.get_world_size() // 2
+    names = ("half", "part")
+    how: Any = {}
+    if hybrid:
+        how["mesh"] = init_device_mesh("cpu", (2, half), mesh_dim_names=names)
     for layer in [one for one in model.modules() if type(one).__name__ == "Qwen3DecoderLayer"]:
-        fully_shard(layer)
-    return fully_shard(model)
+        fully_shard(layer, **how)
+    return fully_shard(model, **how)
 
 
 def main(url: str, folder: str, rank: str, world: str, steps: str, name: str, *how: str) -> None:
     """Train up to step ``steps``, as one of ``world`` ranks.
 
-    ``how`` may be "async", "lora", or "broken": this rank cannot write.
+    ``how`` may be "async", "lora", "hybrid", or "broken": this rank cannot write.
     """
     torch.set_num_threads(1)
     meeting = f"file://{folder}/meeting-{name}-{world}-{steps}"
@@ -56,8 +62,9 @@ def main(url: str, folder: str, rank: str, world: str, steps: str, name: str, *h
             raise OSError(28, "No space left on device", "model-00002")
 
         vars(parallel)["write_share"] = broken
-    lora = "lora" in how
-    model, reference = in_parts(model_of(lora=lora)), None if lora else in_parts(model_of())
+    lora, hybrid = "lora" in how, "hybrid" in how
+    model = in_parts(model_of(lora=lora), hybrid=hybrid)
+    reference = None if lora else in_parts(model_of(), hybrid=hybrid)
     with tb.open_train_stream(
         url,
         experiment="run",

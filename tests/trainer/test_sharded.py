@@ -127,3 +127,12 @@ def test_a_rank_that_cannot_write_ends_all_and_nothing_is_committed(
     assert all("No space left on device" in one for one in said)
     assert list((tmp_path / "t").iterdir()) == []
     assert [one[0] for one in ranks(url, tmp_path, 2, 1, "t")] == ["0"] * 2
+
+
+def test_halves_that_each_hold_the_model_train_as_one_process(url: str, tmp_path: Path) -> None:
+    said = ranks(url, tmp_path, 4, 2, "t", "hybrid", "async")
+    assert [one[0] for one in said] == ["0"] * 4, said
+    last, through = alone(url, tmp_path, "t"), alone(url, tmp_path, "through")
+    assert_near(weights(last), weights(through))
+    report = anyio.run(verified, url, "t", newest(tmp_path, "t"))
+    assert (report.ok, report.lost, report.duplicated) == (True, 0, 0)
