@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -113,6 +114,35 @@ def test_a_name_that_says_what_is_chosen_anyway_keeps_the_arguments() -> None:
         algorithm = algorithm_of(resolved({**named, "algorithm_args": {**given, **own}}))
         assert algorithm.choices["policy_loss_fn"].args["clip_range"] == 0.5
         assert strategies_of(algorithm)[1]["epsilon"] == 0.25
+
+
+def test_an_algorithm_of_your_own_may_leave_a_part_of_the_folder_without_an_argument(
+    tmp_path: Path,
+) -> None:
+    """Without ``algorithm_args`` it cannot be built, and outside the folder not be found."""
+    (tmp_path / "that_asks.py").write_text(
+        """from trinity_buffer.algorithm.algorithm import AlgorithmType, Recipe
+from trinity_buffer.algorithm.policy_loss_fn.ppo_policy_loss import PPOPolicyLossFn
+
+class Loss(PPOPolicyLossFn):
+    def __init__(self, width, backend="trinity"):
+        super().__init__(clip_range=0.2, backend=backend)
+        self.width = width
+
+    @classmethod
+    def default_args(cls):
+        return {}
+
+class Asking(AlgorithmType):
+    use_critic = use_reference = compute_advantage_in_trainer = False
+    can_balance_batch, schema = True, "experience"
+    recipe = Recipe(add_strategy=("grpo",), policy_loss_fn="that_asks.Loss")
+"""
+    )
+    args = {"policy_loss_fn_args": {"width": 3}}
+    config = resolved({"algorithm": "that_asks.Asking", "algorithm_args": args})
+    made: Any = algorithm_of(replace(config, folder=str(tmp_path))).policy_loss
+    assert made.width == 3
 
 
 def test_an_argument_that_no_stream_takes_is_not_dropped() -> None:

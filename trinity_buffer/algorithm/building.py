@@ -318,7 +318,7 @@ def build(algorithm: str | type[AlgorithmType], **user: Any) -> Algorithm:
     """
     arguments.refuse_unknown("build", user, ACCEPTED)
     kind = ALGORITHM_TYPE.get(algorithm) if isinstance(algorithm, str) else algorithm
-    recipe = _recipe_of(kind)
+    recipe = recipe_of(kind)
     choices = {}
     for part in PARTS:
         own = getattr(recipe, part)
@@ -386,7 +386,7 @@ def effective_args(algorithm: str | type[AlgorithmType], **user: Any) -> dict[st
     }
 
 
-def _recipe_of(kind: type[AlgorithmType]) -> Recipe:
+def recipe_of(kind: type[AlgorithmType]) -> Recipe:
     """Return the recipe of a type, or what its ``default_config`` makes of one."""
     writes = [cls for cls in kind.__mro__ if {"recipe", "default_config"} & vars(cls).keys()]
     if writes and "recipe" in vars(writes[0]):

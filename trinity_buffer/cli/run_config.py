@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from trinity_buffer import options
-from trinity_buffer.algorithm import Algorithm, build
+from trinity_buffer.algorithm import ALGORITHM_TYPE, Algorithm, build
 from trinity_buffer.algorithm.arguments import is_path
+from trinity_buffer.algorithm.building import recipe_of
 from trinity_buffer.errors import InvalidArgumentError
 from trinity_buffer.pipeline.config import CONFIG, SECTIONS, RunConfig, refuse_unknown
 from trinity_buffer.pipeline.store import Store
@@ -340,19 +341,19 @@ def algorithm_of(config: RunConfig) -> Algorithm:
     """
     user: dict[str, Any] = dict(config.algorithm_args)
     user["rollouts_per_group"] = config.rollouts_per_group
+    strategies, loss = (config.strategy or "").split("+"), config.loss.name
+    look_for([config.algorithm, *user.values(), strategies, loss], config.folder)
+    recipe = recipe_of(ALGORITHM_TYPE.get(config.algorithm))
     # Arguments belong to the part that they were written for: another part drops them.
-    recipe = build(config.algorithm)
     if config.strategy is not None:
-        strategies = config.strategy.split("+")
-        before = user.get("add_strategy", [choice.name for choice in recipe.strategies])
+        before = user.get("add_strategy", [*recipe.add_strategy])
         if strategies != ([before] if isinstance(before, str) else before):
             user.pop("add_strategy_args", None)
         user["add_strategy"] = strategies
     if config.strategy_args:
         user["add_strategy_args"] = config.strategy_args
-    loss = config.loss.name
     if loss is not None:
-        if loss != user.get("policy_loss_fn", recipe.choices["policy_loss_fn"].name):
+        if loss != user.get("policy_loss_fn", recipe.policy_loss_fn):
             user.pop("policy_loss_fn_args", None)
         user["policy_loss_fn"] = loss
     if config.loss.args:
@@ -360,13 +361,12 @@ def algorithm_of(config: RunConfig) -> Algorithm:
     coefficient = config.optimizer.entropy_coef
     if coefficient is not None:
         # A coefficient asks for a bonus, even if the algorithm's recipe has none.
-        own = recipe.choices["entropy_loss_fn"].name
+        own = recipe.entropy_loss_fn
         if own == "none" and coefficient:
             user.setdefault("entropy_loss_fn", "default")
         if user.get("entropy_loss_fn", own) != "none":
             args = user.get("entropy_loss_fn_args", {})
             user["entropy_loss_fn_args"] = {**args, "entropy_coef": coefficient}
-    look_for(user.values(), config.folder)
     return build(config.algorithm, **user)
 
 
