@@ -19,6 +19,7 @@ import pytest
 import torch
 from pyarrow import ipc, parquet
 from safetensors.torch import load, save
+from tokenizers.processors import TemplateProcessing
 from typer.testing import CliRunner
 
 import trinity_buffer as tb
@@ -147,6 +148,38 @@ def test_a_text_of_trinity_that_was_cut_off_has_no_end(
     assert imported(sqlite_url, "trinity-rft", path, tokenizer).written == 1
     (found,) = _read(sqlite_url)
     assert words(found.tokens) == "one two three"
+
+
+@pytest.mark.parametrize("text", ["one two", "<user> one two"], ids=["without", "with"])
+def test_a_prompt_in_plain_text_begins_as_where_it_is_generated_from(
+    sqlite_url: str, tmp_path: Path, tokenizer: Path, text: str
+) -> None:
+    """Llama's begins with a token of its own, where the text does not begin with it already."""
+    folder = shutil.copytree(tokenizer, tmp_path / "tokenizer")
+    begins = TemplateProcessing(single="<user> $A", special_tokens=[("<user>", 1)])
+    for name, more in {
+        "tokenizer.json": {"post_processor": json.loads(begins.__getstate__())},
+        "tokenizer_config.json": {"bos_token": "<user>"},
+    }.items():
+        held = json.loads((folder / name).read_text())
+        (folder / name).write_text(json.dumps({**held, **more}))
+    path = rows_of(tmp_path / "x.jsonl", [{"prompt": text, "completion": "three"}])
+    assert imported(sqlite_url, "sft", path, folder).written == 1
+    (found,) = _read(sqlite_url)
+    assert words(found.tokens) == "<user> one two three <e>"
+    assert found.prompt_length == 3
+
+
+def test_an_answer_in_a_dump_of_verl_has_no_end_that_may_not_have_been_said(
+    sqlite_url: str, tmp_path: Path, tokenizer: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Dumps hold no special tokens: an empty answer is known to have been one."""
+    row = {"input": "one two", "score": 1.0, "step": 1}
+    path = rows_of(tmp_path / "1.jsonl", [{**row, "output": said} for said in ("three", "")])
+    assert imported(sqlite_url, "verl", path, tokenizer).written == 2
+    assert [words(one.tokens) for one in _read(sqlite_url)] == ["one two three", "one two <e>"]
+    (said,) = caplog.messages
+    assert said.startswith(f"{path}: verl leaves special tokens out of its dumps")
 
 
 @pytest.mark.parametrize("named", [True, False], ids=["named", "by their input"])

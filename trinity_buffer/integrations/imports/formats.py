@@ -408,6 +408,7 @@ def _pair(batch: str, texts: Texts, row: Row) -> Iterator[Experience]:
 
 NEEDED = ("input", "output", "score", "step")
 OWN = (*NEEDED, "uid")
+_CUT = {"truncate_status": "response_truncated"}
 
 
 def read_verl(path: Path, texts: Texts, rows: Rows) -> Iterator[Experience]:
@@ -442,7 +443,8 @@ def _rollout(
             "model_version": step - 1,
             **{name: value for name, value in held.items() if name not in OWN},
         },
-        **texts.turn(held["input"], held["output"]),
+        # A dump holds no special tokens: it tells of an empty answer alone that it was ended.
+        **texts.turn(held["input"], held["output"], _CUT if held["output"] else {}),
     )
 
 
@@ -461,19 +463,28 @@ class Format:
         schema: of the experiment that they go into.
         holds: what it is, in a few words.
         columns: what is read of a row, where a row may have others.
+        lacks: what no file of it holds, as a warning tells.
     """
 
     read: Callable[[Path, Texts, Rows], Iterator[Experience]]
     schema: str
     holds: str
     columns: tuple[str, ...] = ()
+    lacks: str = ""
 
 
 FORMATS = {
     "trinity-rft": Format(
         read_trinity, "experience", "an experience buffer of Trinity-RFT: SQLite, or JSONL of texts"
     ),
-    "verl": Format(read_verl, "experience", "rollouts dumped by verl: STEP.jsonl, or a folder"),
+    "verl": Format(
+        read_verl,
+        "experience",
+        "rollouts dumped by verl: STEP.jsonl, or a folder",
+        lacks="verl leaves special tokens out of its dumps: prompts lack those of a chat template, "
+        "answers the one that ends them, which those that were cut off never had. "
+        "trinity_buffer.integrations.verl records what was sampled",
+    ),
     "prime-rl": Format(
         read_prime_rl, "experience", "episodes of prime-rl's file monitor: the folder of the run"
     ),
@@ -589,6 +600,8 @@ async def import_file(
     for batch in batches:
         await writer.seal(batch, await writer.stored(batch))
     done.batches = len(batches)
+    if chosen.lacks:
+        _logger.warning("%s: %s", path, chosen.lacks)
     if rows.unread:
         _logger.warning(
             "%s: the columns %s are not imported: %s reads %s",

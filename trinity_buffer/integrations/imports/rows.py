@@ -275,8 +275,10 @@ class Texts:
         Raises:
             InvalidExperienceError: a message holds more than texts.
         """
-        if isinstance(messages, str):
-            return self._text(messages)
+        if isinstance(messages, str):  # it may begin with a token that a template would write
+            beginning = self._tokenizer.bos_token
+            is_begun = bool(beginning) and messages.startswith(beginning)
+            return list(self._tokenizer.encode(messages, add_special_tokens=not is_begun))
         return self._chat(messages, row, ask=True)
 
     def answer(self, prompt: Said, answered: Said, row: Mapping[str, Any] = NOTHING) -> list[int]:
