@@ -16,7 +16,10 @@ import trinity_buffer as tb
 from tests.cli.calling import Cli
 from tests.inspect.test_experts import mixed
 from tests.sample_run import SampleRun, record_sample_run, rollout
+from tests.trainer.data import prepared
+from tests.trainer.gradients import train
 from trinity_buffer import open_store
+from trinity_buffer.algorithm import build
 from trinity_buffer.cli.stats import MOST_IN_FULL
 from trinity_buffer.identity import FAMILIES
 from trinity_buffer.store.url import named
@@ -267,6 +270,30 @@ def test_tokens_stand_one_a_line(cli: Cli, sample: SampleRun) -> None:
     (found,) = cli("show", "b0/1/2/0/", "--tokens", "--store", sample.url, "--json").json
     assert found["tokens"]["advantage"][:4] == [None] * 4
     assert len(found["tokens"]["id"]) == 9
+
+
+def test_tokens_name_the_step_and_the_trainer_that_measured_them(
+    cli: Cli, new_sqlite_url: str, tmp_path: Path
+) -> None:
+    anyio.run(prepared, new_sqlite_url, build("grpo"))
+    options: dict[str, Any] = {"max_steps": 1, "record_token_metrics": True}
+    for name, rate in (("a", 0.01), ("b", 0.02)):
+        train(
+            new_sqlite_url,
+            build("grpo"),
+            tmp_path / name,
+            consumer=name,
+            learning_rate=rate,
+            **options,
+        )
+    asked = ("--store", new_sqlite_url, "--experiment", "run")
+    (uid, *_) = (row["uid"] for row in cli("blame", 1, *asked, "--json").json[0]["rows"])
+    (found,) = cli("show", uid, "--tokens", *asked, "--json").json
+    assert found["measured_in"] == "step 1 of a"
+    assert (
+        "advantages of set grpo, measured in step 1 of a"
+        in cli("show", uid, "--tokens", *asked).out
+    )
 
 
 @pytest.mark.parametrize("named", ["of the tokenizer", "of the model, from that of the file"])

@@ -170,13 +170,14 @@ async def show(
     for name, values in by_token.columns.items():  # null in place of NaN
         columns[name] = [None if math.isnan(value) else value for value in values.tolist()]
     return output.Answer(
-        asdict(view) | {"tokens": columns},
+        asdict(view) | {"tokens": columns, "measured_in": by_token.measured_in},
         lambda: [*_experience_text(view), _token_table(by_token, columns)],
     )
 
 
 def _token_table(tokens: questions.TokenTable, columns: Mapping[str, Sequence[Any]]) -> Table:
     of = "" if tokens.annotation_set is None else f", advantages of set {tokens.annotation_set}"
+    of += "" if tokens.measured_in is None else f", measured in {tokens.measured_in}"
     parts = [
         "prompt" if at < tokens.prompt_length else "trained" if mask else "masked"
         for at, mask in enumerate(columns["mask"])

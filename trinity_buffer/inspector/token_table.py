@@ -40,6 +40,7 @@ class TokenTable:
             logprob) and ``clipped`` (1: it has an advantage and no gradient); and
             ``policy_version``, where the server told whose each token is.
         annotation_set: whose advantages they are, None where there are none.
+        measured_in: the step that took it last, and its trainer, where that recorded its tokens.
     """
 
     uid: str
@@ -48,6 +49,7 @@ class TokenTable:
     mask: Numbers
     columns: dict[str, Numbers]
     annotation_set: str | None
+    measured_in: str | None = None
 
 
 _RECORDED = {
@@ -88,30 +90,32 @@ async def tokens(source: Source, uid: str, *, annotation_set: str | None = None)
         values = {name: experience.elements_of(of, field, at) for name, field in names.items()}
         return {name: _placed(own, row, mask) for name, own in values.items()}
 
-    columns = placed(_RECORDED, segment, slot)
+    columns, measured_in = placed(_RECORDED, segment, slot), None
     if fate is not None:
         note = fate.first or 0
         of_set = {position_of(note): uid}
         noted = await experience.events_with_segments(source, of_set, ["annotation"])
         columns |= placed(_SCORED, noted[position_of(note)].segment, slot_of(note))
-        columns |= await _trained(source, fate)
+        measured_in, measures = await _trained(source, fate)
+        columns |= measures
         columns |= _compared(columns, mask)
     columns["policy_version"] = _versions(segment, slot, row)
     filled = {name: values for name, values in columns.items() if values is not None}
     chosen = None if fate is None else fate.annotation_set
-    return TokenTable(row.eid.uid, row.prompt_length, ids, mask, filled, chosen)
+    return TokenTable(row.eid.uid, row.prompt_length, ids, mask, filled, chosen, measured_in)
 
 
-async def _trained(source: Source, fate: Fate) -> dict[str, Numbers | None]:
-    """Return the measures of each token in the last step that took it or a copy, if recorded."""
+async def _trained(source: Source, fate: Fate) -> tuple[str | None, dict[str, Numbers | None]]:
+    """Return the last step that took it or a copy, and its measures of each token, if recorded."""
     held = [(step, address) for address, steps in fate.annotations.items() for step in steps]
     own = [of for of in held if of[0].committed and not of[0].experiment]
     if not own:
-        return {}
+        return None, {}
     step, address = max(own, key=lambda of: of[0].step or 0)
     measures = await experience.measured_in(source, step, tokens=True)
     columns = {} if measures is None else measures.of_tokens(address)
-    return {"trained_logprob" if n == "logprob" else n: values for n, values in columns.items()}
+    named = {"trained_logprob" if n == "logprob" else n: values for n, values in columns.items()}
+    return f"step {step.step} of {step.trainer}" if named else None, named
 
 
 def _compared(columns: Mapping[str, Numbers | None], mask: Numbers) -> dict[str, Numbers | None]:
