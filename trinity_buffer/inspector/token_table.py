@@ -114,8 +114,8 @@ async def _trained(source: Source, fate: Fate) -> tuple[str | None, dict[str, Nu
     step, address = max(own, key=lambda of: of[0].step or 0)
     measures = await experience.measured_in(source, step, tokens=True)
     columns = {} if measures is None else measures.of_tokens(address)
-    named = {"trained_logprob" if n == "logprob" else n: values for n, values in columns.items()}
-    return f"step {step.step} of {step.trainer}" if named else None, named
+    where = f"step {step.step} of {step.trainer}" if columns else None
+    return where, {"trained_logprob" if n == "logprob" else n: v for n, v in columns.items()}
 
 
 def _compared(columns: Mapping[str, Numbers | None], mask: Numbers) -> dict[str, Numbers | None]:
