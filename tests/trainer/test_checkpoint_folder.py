@@ -196,6 +196,41 @@ def test_what_an_optimizer_keeps_of_a_bfloat16_weight_has_its_own_type_again(
             assert torch.equal(entries[name], value)
 
 
+class OwnAdamW(torch.optim.AdamW):
+    """Not torch's, as far as a checkpoint can tell."""
+
+
+@pytest.mark.parametrize(
+    ("kind", "before", "then"),
+    [
+        (torch.optim.AdamW, torch.bfloat16, torch.float32),
+        (torch.optim.AdamW, torch.float32, torch.bfloat16),
+        (torch.optim.NAdam, torch.bfloat16, torch.bfloat16),
+        (OwnAdamW, torch.bfloat16, torch.float32),
+    ],
+)
+def test_a_restart_in_another_precision_goes_on(
+    kind: type[torch.optim.Optimizer], before: torch.dtype, then: torch.dtype, tmp_path: Path
+) -> None:
+    """What has the type of its weight takes that of the new one; a product of its own does not."""
+
+    def stepped(one: TrainerState[TransformerPolicy]) -> None:
+        for weight in one.policy.parameters():
+            weight.grad = torch.ones_like(weight)
+        one.optimizer.step()
+
+    begun, fresh = state(), state()
+    begun.policy.to(before)
+    fresh.policy.to(then)
+    begun, fresh = (replace(s, optimizer=kind(s.policy.parameters())) for s in (begun, fresh))  # type: ignore[call-arg]
+    stepped(begun)
+    resumed = load_checkpoint(save_checkpoint(tmp_path, begun), fresh)
+    stepped(resumed)
+    for weight, entries in resumed.optimizer.state.items():
+        for value in entries.values():
+            assert value.dtype == (then if value.shape == weight.shape else torch.float32)
+
+
 @pytest.mark.parametrize(
     ("kept", "says"),
     [

@@ -117,10 +117,15 @@ class OptimizerState(NamedTuple):
             groups = [{**group, "params": saved["params"]} for group, saved in pairs]
         optimizer.load_state_dict({"state": state, "param_groups": groups})
         # Torch rounds it all to the type of the weight: float32 copies of bfloat16 weights, counts.
+        is_own = not type(optimizer).__module__.startswith("torch.")
         for index, saved in state.items():
-            kept = optimizer.state[weights[index]]
+            weight, kept = weights[index], optimizer.state[weights[index]]
             for name, value in saved.items():
-                if isinstance(value, Tensor) and kept[name].dtype != value.dtype:
+                if not isinstance(value, Tensor) or kept[name].dtype == value.dtype:
+                    continue
+                # One that has the type of its weight takes that of a weight in another precision.
+                follows = value.shape == weight.shape and value.is_floating_point()
+                if not follows or (is_own and value.element_size() > weight.element_size()):
                     kept[name] = value.to(kept[name].device)
 
     def _require_fitting(self, optimizer: torch.optim.Optimizer, weights: Sequence[Tensor]) -> None:
