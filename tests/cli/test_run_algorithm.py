@@ -116,6 +116,21 @@ def test_a_name_that_says_what_is_chosen_anyway_keeps_the_arguments() -> None:
         assert strategies_of(algorithm)[1]["epsilon"] == 0.25
 
 
+@pytest.mark.parametrize("several", [False, True])
+def test_arguments_of_the_strategy_keep_the_others_among_those_of_the_algorithm(
+    several: bool,
+) -> None:
+    given: dict[str, Any] = {"epsilon": 0.25, "std_threshold": 0.5}
+    changed: dict[str, Any] = {"epsilon": 0.125}
+    if several:
+        given, changed = {"grpo": given}, {"grpo": changed}
+    own = {"add_strategy_args": given}
+    name = "dapo" if several else "grpo"
+    config = {"algorithm": name, "algorithm_args": own, "strategy_args": changed}
+    args = algorithm_of(resolved(config)).strategies[-1].args
+    assert (args["epsilon"], args["std_threshold"]) == (0.125, 0.5)
+
+
 def test_an_algorithm_of_your_own_may_leave_a_part_of_the_folder_without_an_argument(
     tmp_path: Path,
 ) -> None:

@@ -361,11 +361,7 @@ async def annotate(
         else:
             config = await _config_of(store, opened)
             names, configured = strategies_of(run_config.algorithm_of(config))
-            several = len(names) > 1  # each has a table of its own
-            for key, value in (args or {}).items():
-                inner = configured.get(key) if several and isinstance(value, Mapping) else None
-                configured[key] = value if inner is None else {**inner, **value}
-            args = configured
+            args = run_config.merged(configured, args or {}, run_config.tables_of(names))
         if names:
             return await run_named(opened, names, args, **options)
         if follow:

@@ -7,7 +7,7 @@ it from there.
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -138,11 +138,14 @@ def is_folder(path: Path) -> bool:
         return False
 
 
-def merged(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+def merged(
+    base: Mapping[str, Any], changes: Mapping[str, Any], sections: Collection[str] | None = None
+) -> dict[str, Any]:
     """Return ``base`` with ``changes``; a section keeps the keys that ``changes`` leaves out."""
     result = {**base, **changes}
     for key, value in changes.items():
-        if key in _MERGED and isinstance(value, Mapping) and isinstance(base.get(key), Mapping):
+        is_section = key in (_MERGED if sections is None else sections)
+        if is_section and isinstance(value, Mapping) and isinstance(base.get(key), Mapping):
             result[key] = {**base[key], **value}
     return result
 
@@ -351,7 +354,10 @@ def algorithm_of(config: RunConfig) -> Algorithm:
             user.pop("add_strategy_args", None)
         user["add_strategy"] = strategies
     if config.strategy_args:
-        user["add_strategy_args"] = config.strategy_args
+        given, wanted = user.get("add_strategy_args") or {}, user.get("add_strategy")
+        names = recipe.add_strategy if wanted is None else wanted
+        tables = tables_of([names] if isinstance(names, str) else names)
+        user["add_strategy_args"] = merged(given, config.strategy_args, tables)
     if loss is not None:
         if loss != user.get("policy_loss_fn", recipe.policy_loss_fn):
             user.pop("policy_loss_fn_args", None)
@@ -368,6 +374,11 @@ def algorithm_of(config: RunConfig) -> Algorithm:
             args = user.get("entropy_loss_fn_args", {})
             user["entropy_loss_fn_args"] = {**args, "entropy_coef": coefficient}
     return build(config.algorithm, **user)
+
+
+def tables_of(strategies: Sequence[str]) -> Sequence[str]:
+    """Return the keys of a strategy's arguments that are tables: of several, each has its own."""
+    return strategies if len(strategies) > 1 else ()
 
 
 def look_for(names: Iterable[object], folder: str | None) -> None:
