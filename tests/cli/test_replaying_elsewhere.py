@@ -170,3 +170,19 @@ def test_a_tensor_that_one_side_lacks_or_that_is_no_number_is_infinitely_far(
             file.mkdir(exist_ok=True)
             save_file(tensors, file / "model.safetensors")
         assert largest_difference(tmp_path / "then", tmp_path / name) == apart
+
+
+@pytest.mark.parametrize(("asked", "threads"), [("2", 2), (None, 1)])
+def test_as_many_threads_compute_as_the_environment_says(
+    monkeypatch: pytest.MonkeyPatch, asked: str | None, threads: int
+) -> None:
+    """Torch takes the number when it starts; without one, the processes of a run share the cores."""
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    if asked is not None:
+        monkeypatch.setenv("OMP_NUM_THREADS", asked)
+    torch.set_num_threads(2)
+    try:
+        roles.use_one_thread()
+        assert torch.get_num_threads() == threads
+    finally:
+        torch.set_num_threads(1)

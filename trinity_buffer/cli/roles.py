@@ -81,9 +81,10 @@ def plain(message: str) -> None:
 
 
 def use_one_thread() -> None:
-    """Let torch use one thread: the processes of a run share few cores."""
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
-    torch.set_num_threads(1)
+    """Let torch use one thread, as processes of a run share few cores, unless the user chose."""
+    if not os.environ.get("OMP_NUM_THREADS"):
+        os.environ["OMP_NUM_THREADS"] = "1"
+        torch.set_num_threads(1)
 
 
 @contextmanager
