@@ -17,7 +17,6 @@ from typing import ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from trinity_buffer.errors import InvalidArgumentError
 from trinity_buffer.identity import Key
 
 
@@ -86,9 +85,6 @@ class SortDigits:
     vocab_size: ClassVar[int] = 11
     turns: ClassVar[int] = 1
 
-    def __post_init__(self) -> None:
-        _at_least("SortDigits.digits", self.digits, 1)
-
     @property
     def response_length(self) -> int:
         """As many tokens as there are digits."""
@@ -126,31 +122,18 @@ class GuessNumber:
     """Find a hidden number below ``numbers`` in at most ``turns`` guesses.
 
     A wrong guess is answered by ``higher`` or ``lower``; what is no number ends the run. Every turn
-    is an experience of its own. The last one carries the reward: 0 for a number that was not found,
-    else 1 less ``turn_cost`` per guess before the right one.
+    is an experience of its own. The last one carries the reward: 1 for the right number, else 0.
 
     Attributes:
         numbers: the hidden number is one of 0 ... ``numbers`` - 1.
         turns: guesses that a run may take.
-        turn_cost: what each wrong guess costs. With the recipe of this task, a cost of 0.1 left
-            three seeds of three at 0.73 to 0.87 after 300 steps, no cost at 1.00.
     """
 
     numbers: int = 8
     turns: int = 4
-    turn_cost: float = 0.0
     name: ClassVar[str] = "guess"
     has_solutions: ClassVar[bool] = False
     response_length: ClassVar[int] = 1
-
-    def __post_init__(self) -> None:
-        _at_least("GuessNumber.numbers", self.numbers, 2)
-        _at_least("GuessNumber.turns", self.turns, 1)
-        if not 0 <= self.turn_cost * self.turns <= 1:
-            raise InvalidArgumentError(
-                f"GuessNumber.turn_cost is {self.turn_cost}: over {self.turns} turns it must cost "
-                "between 0 and 1"
-            )
 
     @property
     def vocab_size(self) -> int:
@@ -174,7 +157,9 @@ class GuessNumber:
         """Return the reward of a run that ends with this guess, or the reply to a wrong one."""
         (guess,), (hidden,) = response, problem.answer
         if guess == hidden:
-            return Verdict(reward=1 - self.turn_cost * turn, solved=True)
+            # With a cost of 0.1 for each wrong guess, the recipe of this task left three seeds of
+            # three at an accuracy of 0.73 to 0.87 after 300 steps, and without it at 1.00.
+            return Verdict(reward=1.0, solved=True)
         if guess >= self.numbers or turn + 1 >= self.turns:
             return Verdict(reward=0.0, solved=False)
         higher, lower = self.numbers, self.numbers + 1
@@ -194,8 +179,3 @@ Task = SortDigits | GuessNumber
 
 TASKS: dict[str, type[Task]] = {SortDigits.name: SortDigits, GuessNumber.name: GuessNumber}
 """The tasks by name; their keywords are their fields."""
-
-
-def _at_least(name: str, value: int, least: int) -> None:
-    if value < least:
-        raise InvalidArgumentError(f"{name}={value}: it must be at least {least}")
