@@ -176,7 +176,7 @@ def test_a_tensor_that_one_side_lacks_or_that_is_no_number_is_infinitely_far(
 def test_as_many_threads_compute_as_the_environment_says(
     monkeypatch: pytest.MonkeyPatch, asked: str | None, threads: int
 ) -> None:
-    """Torch takes the number when it starts; without one, the processes of a run share the cores."""
+    """Torch takes the number when it starts; without one, processes of a run share the cores."""
     monkeypatch.delenv("OMP_NUM_THREADS")
     if asked is not None:
         monkeypatch.setenv("OMP_NUM_THREADS", asked)
