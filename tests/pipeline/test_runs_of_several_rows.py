@@ -398,15 +398,18 @@ async def test_advantages_in_the_trainer_take_each_run_once(
 
 async def test_a_step_of_an_older_version_is_computed_as_it_was(sqlite_url: str) -> None:
     async with open_store(sqlite_url) as store:
-        experiment = await recorded(store, "run", SPLIT[:1])
-        async with experiment.train_stream(strategy=None, groups_per_step=9) as stream:
-            step = await anext(stream)
-        (event,) = [e async for e in experiment.events(kinds=("BatchLeased",))]
+        experiment = await recorded(store, "run", SPLIT[:2])
+        async with experiment.train_stream(strategy=None, groups_per_step=1) as stream:
+            step, rewarded_last = await anext(stream), await anext(stream)
+        event, _ = [e async for e in experiment.events(kinds=("BatchLeased",))]
         assert event.body["by_run"] is True
         loader = RowLoader(EventCache(experiment.key, experiment.name))
         rows_of_step = await experiment.database.read_session(
             lambda s: loader.load(s, step.manifest)
         )
+        partly = structs.replace(rewarded_last.manifest, by_run=False)
+        loaded = await experiment.database.read_session(lambda s: loader.load(s, partly))
+        assert loaded.unrewarded is None, "it was trained with 0 on the rows before the last"
     old = structs.replace(step.manifest, by_run=False)
     here = Mover("cpu"), StepMemory()
     (before,) = collate_step(old, rows_of_step, *here).microbatches

@@ -11,7 +11,7 @@ from tests.handles import Experiment, MicroBatch, Store, TrainStep
 from tests.trainer.data import RUNS, policy, recorded, rollouts, solutions
 from tests.whole_stores import replayed_steps
 from trinity_buffer import open_store, run_strategy
-from trinity_buffer.algorithm import build
+from trinity_buffer.algorithm import ADVANTAGE_FN, build
 from trinity_buffer.errors import InvalidArgumentError, TrainingError
 from trinity_buffer.experience import Experience
 from trinity_buffer.trainer.models import Models, prepare
@@ -119,9 +119,25 @@ async def test_advantages_are_computed_from_no_zeros_for_rewards(store_url: str)
     made[LACKING].reward = None
     async with open_store(store_url) as store:
         step = await served(await recorded(store, "run", "experience", made), strategy=None)
-        with pytest.raises(InvalidArgumentError, match=r"RLOOAdvantageFn .* b0/0/1/0/ has none"):
-            prepare(step, build("rloo", kl_loss_fn="none"), Models(policy()))
+        for penalty in ("none", "k1"):
+            made_of = build("rloo", kl_loss_fn="none", kl_penalty_fn=penalty)
+            with pytest.raises(InvalidArgumentError, match=r"RLOOAdvantageFn .* b0/0/1/0/ has no"):
+                prepare(step, made_of, Models(policy(), reference=policy(1)))
         prepare(step, build("sft", kl_loss_fn="none"), Models(policy()))
+
+
+async def test_advantages_are_computed_of_rewards_that_the_trainer_gives(store_url: str) -> None:
+    made = without()
+    for one in made:
+        one.reward = None
+    async with open_store(store_url) as store:
+        step = await served(await recorded(store, "run", "experience", made), strategy=None)
+    for microbatch in step.microbatches:  # of a reward model in the trainer, say
+        scores = torch.zeros_like(microbatch["token_level_rewards"])
+        scores[:, -1] = microbatch["run_index"] % 2
+        microbatch["token_level_rewards"] = scores
+    step.compute(ADVANTAGE_FN.get("rloo")())
+    assert all(microbatch["advantages"].any() for microbatch in step.microbatches)
 
 
 async def test_a_loss_for_two_kinds_of_rows_reads_none_of_the_experts(store_url: str) -> None:

@@ -19,7 +19,12 @@ from trinity_buffer.algorithm.functional import aggregate_loss, keep, mask_of_ro
 from trinity_buffer.algorithm.layout import BatchLayout, tokens_per_row
 from trinity_buffer.errors import InvalidArgumentError, TrainingError
 from trinity_buffer.pipeline.train.microbatch import MicroBatch
-from trinity_buffer.pipeline.train.step import Reduce, StepMeasures, TrainStep
+from trinity_buffer.pipeline.train.step import (
+    Reduce,
+    StepMeasures,
+    TrainStep,
+    require_rewarded,
+)
 from trinity_buffer.trainer.causal_lm import CausalLM
 from trinity_buffer.trainer.parallel import Processes, is_sharded
 from trinity_buffer.trainer.policy import Critic, Policy, TokenScores, Trainable, in_eval_mode
@@ -460,6 +465,7 @@ def prepare(
         for reader in reading:
             require_recorded(microbatch, reader, ("old_logprob",))
     if penalizes:
+        require_rewarded(step.microbatches, advantage)  # before penalties take the place of some
         metrics |= step.apply(lambda batch, layout: _penalize(algorithm, batch, layout))
     if advantage is not None:
         metrics |= step.compute(advantage, reduce=reduce)

@@ -294,10 +294,8 @@ _MODAL = "multi_modal_inputs."
 
 def _rewarded(lease: BatchLeased, facts: Facts, fields: Mapping[str, Field]) -> Array:
     """Return which rows have a reward, or a run that has one."""
-    rewards = facts.reward
-    if lease.by_run:
-        groups = np.array(lease.groups)
-        rewards = reading.rewards_by_run(rewards, groups, facts.run, facts.step).rows
+    groups = np.array(lease.groups)
+    rewards = reading.rewards_by_run(facts.reward, groups, facts.run, facts.step).rows
     return ~np.isnan(rewards) | fields["token_level_reward"].present()
 
 

@@ -117,7 +117,7 @@ class MicroBatch(Mapping[str, Any]):
         unscorable: uid of a row of the step -> the sampling option that no trainer can score, such
             as ``top_p=0.9``.
         unrewarded: uid of a row of the step whose run has no reward; empty if no row has any, None
-            if all have one.
+            if all have one, or ``token_level_rewards`` were assigned.
         read_zeros: called when ``advantages`` are read that were never computed; None: they were.
     """
 
@@ -140,6 +140,8 @@ class MicroBatch(Mapping[str, Any]):
         self.tensors[key] = value
         if key == "advantages":
             self.read_zeros = None
+        if key == "token_level_rewards":
+            self.unrewarded = None
 
     def require_scorable(self, *, compared: bool | None = None) -> None:
         """Raise unless log-probabilities of a trainer can be compared with the recorded ones.

@@ -16,7 +16,7 @@ import os
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cache
@@ -113,13 +113,7 @@ class TrainStep:
         Raises:
             InvalidArgumentError: it reads rewards, and a row has none.
         """
-        lacking = next((m.unrewarded for m in self.microbatches), None)
-        if lacking is not None and getattr(advantage_fn, "reads_rewards", False):
-            raise InvalidArgumentError(
-                f"{type(advantage_fn).__name__} reads the rewards of all rows, and "
-                f"{lacking or 'every row of the step'} has none: store reward= with it, or ask the "
-                "stream for needs=('reward',), which rejects such rows"
-            )
+        require_rewarded(self.microbatches, advantage_fn)
         return self.apply(lambda batch, _: advantage_fn(batch, reduce=reduce)[1], reduce=reduce)
 
     def apply(
@@ -159,6 +153,22 @@ class TrainStep:
         if "action_mask" in names:
             _recount(batch, self.microbatches, reduce)
         return dict(metrics)
+
+
+def require_rewarded(microbatches: Iterable[MicroBatch], advantage_fn: object) -> None:
+    """Raise unless all rows of a step have the rewards that an advantage function reads.
+
+    Raises:
+        InvalidArgumentError: names a row that has none.
+    """
+    reads = getattr(advantage_fn, "reads_rewards", False)
+    for lacking in (m.unrewarded for m in microbatches if reads and m.unrewarded is not None):
+        raise InvalidArgumentError(
+            f"{type(advantage_fn).__name__} reads the rewards of all rows, and "
+            f"{lacking or 'every row of the step'} has none: store reward= with it, ask the stream "
+            "for needs=('reward',), which rejects such rows, or assign token_level_rewards to the "
+            "micro-batches"
+        )
 
 
 def _joined(microbatches: Sequence[MicroBatch]) -> tuple[Tensors, BatchLayout]:
