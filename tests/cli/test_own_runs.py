@@ -82,7 +82,8 @@ def test_another_model_must_be_there_too(own: Path, cli: Cli, key: str) -> None:
 def test_a_damaged_file_of_weights_is_one_sentence(own: Path, cli: Cli, key: str) -> None:
     if key == "reference":
         shutil.copytree(own.parent / "model", own.parent / "reference")
-        own.write_text(f'reference = "reference"\n{own.read_text()}')
+        diverging = own.read_text().replace('kl_loss_fn = "none"', 'kl_loss_fn = "k2"')
+        own.write_text(f'reference = "reference"\n{diverging}')
     assert cli("explore", "--config", own, "--actor", "e0", "--batches", 1).code == 0
     cli("annotate", "--config", own)
     os.truncate(own.parent / key / "model.safetensors", 1000)
@@ -288,6 +289,7 @@ def test_a_function_that_returns_no_tasks_is_told_in_a_sentence(
     [
         ("evaluate=null", "evaluation.target_accuracy=0.95 needs evaluate=MODULE:FUNCTION"),
         ("teacher=model", "teacher='model': algorithm 'grpo' distils nothing"),
+        ("reference=model", "reference='model': algorithm 'grpo' measures no divergence"),
     ],
 )
 def test_what_would_do_nothing_is_refused(

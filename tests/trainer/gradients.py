@@ -94,7 +94,7 @@ def train(
             policy(),
             algorithm,
             TrainerSettings(checkpoints=folder, max_steps=max_steps, **settings),
-            teacher=policy(2),
+            teacher=policy(2) if "teacher_logprob" in algorithm.reads else None,
         )
         trainer.run(reports.append)
     return trainer, reports

@@ -106,6 +106,7 @@ MODEL = policy()
         ),
         (policy(), {"reference": "gpt2"}, "'gpt2' is no model"),
         (MODEL, {"reference": MODEL}, "reference= is the very model that is trained"),
+        (policy(), {"teacher": policy()}, "teacher='TransformerPolicy': .*'grpo' distils nothing"),
     ],
 )
 def test_what_cannot_be_trained_is_refused_in_a_sentence(
@@ -117,6 +118,16 @@ def test_what_cannot_be_trained_is_refused_in_a_sentence(
         pytest.raises(InvalidArgumentError, match=said),
     ):
         tb.Trainer(stream, model, build("grpo"), tb.TrainerSettings(checkpoints=tmp_path), **given)
+
+
+def test_a_reference_that_nothing_diverges_from_is_refused(sqlite_url: str, tmp_path: Path) -> None:
+    algorithm, settings = build("grpo", kl_loss_fn="none"), tb.TrainerSettings(checkpoints=tmp_path)
+    anyio.run(prepared, sqlite_url, algorithm)
+    with (
+        tb.open_train_stream(sqlite_url, experiment="run", strategy="grpo") as stream,
+        pytest.raises(InvalidArgumentError, match="'grpo' measures no divergence"),
+    ):
+        tb.Trainer(stream, policy(), algorithm, settings, reference=policy(1))
 
 
 @pytest.mark.parametrize("layout", ["padded", "packed"])

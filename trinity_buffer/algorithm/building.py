@@ -314,7 +314,8 @@ def build(algorithm: str | type[AlgorithmType], **user: Any) -> Algorithm:
     Raises:
         UnknownNameError: a name that is not registered.
         InvalidArgumentError: an argument that nothing takes, or one that is missing; a correction
-            of the log-probabilities that an expert's rows do not have; a penalty without effect.
+            of the log-probabilities that an expert's rows do not have; a penalty, or arguments of a
+            part, without effect.
     """
     arguments.refuse_unknown("build", user, ACCEPTED)
     kind = ALGORITHM_TYPE.get(algorithm) if isinstance(algorithm, str) else algorithm
@@ -332,6 +333,8 @@ def build(algorithm: str | type[AlgorithmType], **user: Any) -> Algorithm:
             # Arguments of the recipe are tuned for its own class, not for another choice.
             tuned = recipe.args.get(part, {}) if wanted == own else {}
             choices[part] = _chosen(part, wanted, tuned, user.get(f"{part}_args"))
+        if part != "add_strategy" and (wanted is None or choices[part].name == "none"):
+            _refuse_idle(kind, part, user.get(f"{part}_args") or {})
     mode = user.get("loss_agg_mode")
     policy = choices["policy_loss_fn"]
     if mode is not None and "loss_agg_mode" in arguments.declared_arguments(policy.cls):
@@ -398,6 +401,16 @@ def recipe_of(kind: type[AlgorithmType]) -> Recipe:
     # What is computed on lists of experiences runs as a strategy, before the trainer.
     stored = [n for n in ADVANTAGE_FN.names() if not ADVANTAGE_FN.get(n).compute_in_trainer()]
     return Recipe.of_config(kind.default_config(), strategies={*ADD_STRATEGY.names(), *stored})
+
+
+def _refuse_idle(kind: type[AlgorithmType], part: str, args: Mapping[str, Any]) -> None:
+    """Raise InvalidArgumentError if ``args`` are of a part that there is none of."""
+    for name, value in args.items():
+        if value:  # a coefficient of 0 says what is so anyway
+            raise InvalidArgumentError(
+                f"{part}_args: {name}={value!r} has no effect, since algorithm {kind.name()!r} has "
+                f"no {part} here: name one ({part}=NAME), or leave {part}_args out"
+            )
 
 
 def _strategies(chosen: Recipe, user: Mapping[str, Any]) -> tuple[Choice, ...]:

@@ -130,6 +130,20 @@ def require(
         raise InvalidArgumentError(f"algorithm {algorithm.name!r} needs {', and '.join(needed)}")
 
 
+def require_used(algorithm: Algorithm, *, reference: str | None, teacher: str | None) -> None:
+    """Raise InvalidArgumentError if nothing reads a frozen model, of which that is the name."""
+    if reference is not None and not algorithm.needs_reference:
+        raise InvalidArgumentError(
+            f"reference={reference!r}: algorithm {algorithm.name!r} measures no divergence: "
+            "choose a kl_loss_fn whose kl_coef is not 0, or leave reference out"
+        )
+    if teacher is not None and "teacher_logprob" not in algorithm.reads:
+        raise InvalidArgumentError(
+            f"teacher={teacher!r}: algorithm {algorithm.name!r} distils nothing: choose one that "
+            "does, such as on_policy_distill, or leave it out (null)"
+        )
+
+
 def require_of(algorithm: Algorithm, stream: SyncTrainStream, *, teacher: bool) -> None:
     """Refuse a stream that lacks something that its algorithm needs.
 

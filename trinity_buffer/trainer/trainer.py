@@ -52,7 +52,7 @@ from trinity_buffer.trainer.models import (
 )
 from trinity_buffer.trainer.parallel import processes_here, unwrapped, whole
 from trinity_buffer.trainer.policy import Critic, Policy, Trainable
-from trinity_buffer.trainer.requirements import require_of, require_same_ranks
+from trinity_buffer.trainer.requirements import require_of, require_same_ranks, require_used
 
 KEPT_CHECKPOINTS = 2
 """Of the newest steps that are committed: what a trainer resumes from, and what explorers load."""
@@ -167,6 +167,8 @@ class Trainer:
                 "be 0: leave it out for a copy of the model as it is now, or give a copy "
                 "(copy.deepcopy)"
             )
+        others = {"reference": reference, "teacher": teacher}
+        given = {of: None if one is None else type(one).__name__ for of, one in others.items()}
         if reference is not None:
             reference = policy_of(reference)
         elif algorithm.needs_reference:
@@ -194,6 +196,7 @@ class Trainer:
             raise InvalidArgumentError(f"algorithm {algorithm.name!r} needs a critic model")
         if isinstance(stream, SyncTrainStream):  # a replay lacks nothing that the run had
             require_of(algorithm, stream, teacher=teacher is not None)
+            require_used(algorithm, **given)
 
     def _begun(self, policy: Policy, resume: Resume | None) -> TrainerState[Any]:
         """Return the state after the last commit, or that of the beginning."""

@@ -252,6 +252,10 @@ def test_data_of_another_schema_are_refused_with_what_would_fit() -> None:
         ({"advantage_fn": "grpo"}, "works on stored experiences"),
         ({"advantage_fn": "ppo", "advantage_fn_args": {"lamda": 1}}, "did you mean 'lam'"),
         ({"rollouts_per_group": 0}, "rollouts_per_group"),
+        ({"kl_loss_fn": "none", "kl_loss_fn_args": {"kl_coef": 0.1}}, "kl_coef=0.1 has no effect"),
+        ({"kl_penalty_fn_args": {"kl_coef": 0.1}}, "no kl_penalty_fn here: name one"),
+        ({"entropy_loss_fn": None, "entropy_loss_fn_args": {"entropy_coef": 0.1}}, "no effect"),
+        ({"advantage_fn_args": {"lam": 0.5}}, "leave advantage_fn_args out"),
         ({"sample_strategy": "mix", "sample_strategy_args": {"ratio": 1}}, "expert_data_ratio"),
     ],
 )
