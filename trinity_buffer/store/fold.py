@@ -8,6 +8,7 @@ opens no segment.
 from __future__ import annotations
 
 import json
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Sequence
 from functools import lru_cache
@@ -248,8 +249,9 @@ def rows_recorded_by(position: int, fact: events.ExperiencesRecorded) -> list[Ex
 def _decide(tx: Transaction, experiment: int, fact: Decided) -> None:
     """Move the cursor of a strategy to ``seen``, and delete what it decided from waiting.
 
-    What the cursor passes over becomes waiting, also what is decided here. Each address is there
-    once, so a second process of the same name fails here, and its transaction rolls back.
+    What the cursor passes over becomes waiting, but for what is decided here. What lies before the
+    cursor must be waiting: a second process of the same name fails here, and its transaction rolls
+    back.
     """
     name, seen, calls_then = fact.consumer, fact.seen, fact.calls
     if seen is None or calls_then is None:
@@ -261,17 +263,19 @@ def _decide(tx: Transaction, experiment: int, fact: Decided) -> None:
             f"strategy {name!r}: another process of the same name went on from position "
             f"{fact.after} to {cursor}; this one goes on from there"
         )
+    addresses, unseen = sorted(set(fact.experiences)), first_address(cursor + 1)
+    waiting = addresses[: bisect_left(addresses, unseen)]
     if seen > cursor:
         # Inside the database: a cursor may move over many thousands of rows.
-        end = first_address(seen + 1)
-        _UNSEEN.execute_later(tx, **mine, start=first_address(cursor + 1), end=end)
+        span = {"start": unseen, "end": first_address(seen + 1)}
+        _UNSEEN.execute_later(tx, **mine, **span, decided=addresses[len(waiting) :])
     _SEE.execute_later(tx, **mine, to=max(seen, cursor), called=max(calls_then, calls))
-    if addresses := sorted(set(fact.experiences)):
+    if waiting:
         # One DELETE that returns its rows: of two processes, only one can get a row.
-        missing = len(addresses) - len(TAKEN.fetch_all(tx, **mine, addresses=addresses))
+        missing = len(waiting) - len(TAKEN.fetch_all(tx, **mine, addresses=waiting))
         if missing:
             raise CursorConflictError(
-                f"strategy {name!r}: {missing} of {len(addresses)} experiences were decided by "
+                f"strategy {name!r}: {missing} of {len(waiting)} experiences were decided by "
                 "another process of the same name; it goes on from what that one left"
             )
 
@@ -280,10 +284,15 @@ _CURSOR = Statement("SELECT cursor, calls FROM consumer WHERE experiment = :of A
 _SEE = Statement(
     "UPDATE consumer SET cursor = :to, calls = :called WHERE experiment = :of AND name = :by"
 )
-_UNSEEN = Statement(
+_PASSED_OVER = (
     "INSERT INTO waiting (experiment, consumer, address) SELECT experiment, :by, address "
     "FROM experience WHERE experiment = :of AND address >= :start AND address < :end "
-    "AND refused IS NULL"
+    "AND refused IS NULL AND "
+)
+_UNSEEN = Statement(
+    _PASSED_OVER + "NOT address IN INTS(:decided)",
+    # Hashed on all versions, where NOT = ANY would compare every row with every other.
+    postgresql=_PASSED_OVER + "address NOT IN (SELECT unnest(:decided::text[]::bigint[]))",
 )
 TAKEN = Statement(
     "DELETE FROM waiting WHERE experiment = :of AND consumer = :by "
