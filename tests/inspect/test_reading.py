@@ -18,7 +18,7 @@ from trinity_buffer import inspector, open_store, run_strategy
 from trinity_buffer.errors import InvalidArgumentError, UnknownNameError
 from trinity_buffer.inspector import now, tokens
 from trinity_buffer.inspector.tracking import track
-from trinity_buffer.web.pages import token_rows
+from trinity_buffer.web.pages import shades_of
 
 
 async def uids(experiment: Experiment, **wanted: Any) -> list[str]:
@@ -73,8 +73,7 @@ async def test_tokens_name_the_policy_that_said_each(store_url: str) -> None:
     assert np.isnan(versions[:4]).all()
     assert np.isnan(versions[7:]).all()
     assert "policy_version" not in plain.columns
-    shades = [row["shade"] for row in token_rows(table, "policy_version", 0)]
-    assert shades == [0, 0, 0, 0, 2, 2, 5, 0]
+    assert shades_of(table, "policy_version") == [0, 0, 0, 0, 2, 2, 5, 0]
 
 
 async def test_tokens_show_the_last_step_that_took_a_copy(store_url: str) -> None:

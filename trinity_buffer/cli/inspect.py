@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import sys
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
@@ -165,10 +164,7 @@ async def show(
         return output.Answer(view, _experience_text(view))
     by_token = await questions.tokens(source, view.uid, annotation_set=annotation_set)
     texts = await token_texts(source, by_token.ids)
-    columns: dict[str, list[Any]] = {} if texts is None else {"text": texts}
-    columns |= {"id": by_token.ids.tolist(), "mask": by_token.mask.tolist()}
-    for name, values in by_token.columns.items():  # null in place of NaN
-        columns[name] = [None if math.isnan(value) else value for value in values.tolist()]
+    columns = ({} if texts is None else {"text": texts}) | by_token.lists()
     return output.Answer(
         asdict(view) | {"tokens": columns, "measured_in": by_token.measured_in},
         lambda: [*_experience_text(view), _token_table(by_token, columns)],

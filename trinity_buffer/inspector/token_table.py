@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
@@ -50,6 +51,14 @@ class TokenTable:
     columns: dict[str, Numbers]
     annotation_set: str | None
     measured_in: str | None = None
+
+    def lists(self, start: int = 0, stop: int | None = None) -> dict[str, list[Any]]:
+        """Return ids, mask and columns from ``start`` to ``stop``, with None in place of NaN."""
+        part = slice(start, stop)
+        lists = {"id": self.ids[part].tolist(), "mask": self.mask[part].tolist()}
+        for name, values in self.columns.items():
+            lists[name] = [None if math.isnan(value) else value for value in values[part].tolist()]
+        return lists
 
 
 _RECORDED = {

@@ -226,17 +226,18 @@ async def rollout_page(asked: Asked) -> Page:
     overlays = (*PLAIN_OVERLAYS, *(() if table is None else table.columns))
     wanted = asked.text("overlay") or ""
     overlay = wanted if wanted in overlays else "text"
-    rows: list[dict[str, Any]] = []
+    tokens: dict[str, Any] = {}
     if table is not None:
-        texts = await token_texts(source, table.ids[start : start + TOKENS])
-        rows = token_rows(table, overlay, start, texts)
+        tokens |= table.lists(start, start + TOKENS)
+        tokens["text"] = await token_texts(source, tokens["id"])
+        tokens["shade"] = shades_of(table, overlay)[start : start + TOKENS]
     return "rollout.html", {
         "found": rollout,
         "why": await inspector.why(source, rollout.uid),
         "texts": {name: value for name, value in rollout.objects.items() if value},
         "limit": TEXT,
         "table": table,
-        "rows": rows,
+        "tokens": tokens,
         "from": start,
         "next": start + TOKENS if table is not None and start + TOKENS < len(table.ids) else None,
         "page": TOKENS,
@@ -246,47 +247,23 @@ async def rollout_page(asked: Asked) -> Page:
     }
 
 
-def token_rows(
-    table: TokenTable, overlay: str, start: int, texts: Sequence[str] | None = None
-) -> list[dict[str, Any]]:
-    """Return a page of tokens; ``shade`` is how strongly the overlay marks each, -5 to 5.
+def shades_of(table: TokenTable, overlay: str) -> list[int]:
+    """Return how strongly the overlay marks each token, -5 to 5.
 
     Args:
         table: of the rollout.
         overlay: ``mask`` or a column of the table; anything else marks nothing.
-        start: the first token.
-        texts: of the tokens from there on, None where they are unknown.
     """
-    end = min(start + TOKENS, len(table.ids))
-    shades = _shades(table, overlay)
-    return [
-        {
-            "at": at,
-            "id": int(table.ids[at]),
-            "text": None if texts is None else texts[at - start],
-            "mask": bool(table.mask[at]),
-            "prompt": at < table.prompt_length,
-            "shade": int(shades[at]),
-            "values": [
-                None if np.isnan(values[at]) else float(values[at])
-                for values in table.columns.values()
-            ],
-        }
-        for at in range(start, end)
-    ]
-
-
-def _shades(table: TokenTable, overlay: str) -> Any:
     if overlay == "mask":
-        return table.mask * SHADES
+        return [SHADES * mask for mask in table.mask.tolist()]
     values = table.columns.get(overlay, np.zeros(len(table.ids)))
     if overlay == "ratio":
         values = values - 1.0  # which changes nothing
     elif overlay == "policy_version":
         values = values - np.nanmin(values) + 1.0  # the oldest the palest
     values = np.nan_to_num(values)
-    most = np.abs(values).max(initial=0.0)
-    return np.rint(values / most * SHADES) if most > 0 else np.zeros(len(values))
+    most = np.abs(values).max(initial=0.0) or 1.0
+    return [*map(int, np.rint(values / most * SHADES))]
 
 
 FIRST_S = 0.5
