@@ -15,6 +15,7 @@ from trinity_buffer.algorithm import ADVANTAGE_FN, build
 from trinity_buffer.errors import InvalidArgumentError, TrainingError
 from trinity_buffer.experience import Experience
 from trinity_buffer.trainer.models import Models, prepare
+from trinity_buffer.trainer.requirements import stream_options
 
 STEP: dict[str, Any] = {"strategy": "grpo", "groups_per_step": 2, "tokens_per_microbatch": 20}
 LACKING = 1
@@ -112,6 +113,27 @@ async def test_what_is_computed_before_a_loss_takes_no_zeros_for_log_probs(
     with pytest.raises(InvalidArgumentError, match=rf"{reader} reads 'old_logprob'.* b0/0/1/0/ "):
         prepare(step, made, models)
     prepare(step, made, models, recompute_old_logprob=True)
+
+
+@pytest.mark.parametrize("name", ["clipb", "clipv"])
+async def test_advantages_are_computed_from_no_zeros_for_log_probs(
+    store_url: str, name: str
+) -> None:
+    made = build("rloo", advantage_fn=name, kl_loss_fn="none", policy_loss_fn="opmd")
+    async with open_store(store_url) as store:
+        step = await served(await annotated(store, without(LACKING)))
+    for microbatch in step.microbatches:  # of a loop of one's own
+        microbatch["entropy"] = microbatch["necs"] = torch.zeros_like(microbatch["old_logprob"])
+    with pytest.raises(InvalidArgumentError, match=r"ClipBAdvantageFn reads .* b0/0/1/0/ "):
+        step.compute(ADVANTAGE_FN.get("clipb")())
+    assert ("logprobs" in stream_options(made, recompute_old_logprob=True)["needs"]) is (
+        name == "clipb"
+    )
+    if name == "clipv":  # which reads what the trainer computes of every row
+        prepare(step, made, Models(policy()), recompute_old_logprob=True)
+        return
+    with pytest.raises(InvalidArgumentError, match=r"reads 'rollout_logprob' .* b0/0/1/0/ "):
+        prepare(step, made, Models(policy()), recompute_old_logprob=True)
 
 
 async def test_advantages_are_computed_from_no_zeros_for_rewards(store_url: str) -> None:

@@ -459,12 +459,9 @@ def prepare(
                 _score(microbatch, algorithm, models, recompute_old_logprob=recompute_old_logprob)
     metrics: dict[str, Any] = {}
     penalizes, advantage = algorithm.choices["kl_penalty_fn"].name != "none", algorithm.advantage
-    reading: list[object] = [algorithm.kl_penalty] if penalizes else []
-    reading += [advantage] if advantage is not None and advantage.reads_old_logprob else []
-    for microbatch in step.microbatches[:1]:  # each knows what is lacking in the whole step
-        for reader in reading:
-            require_recorded(microbatch, reader, ("old_logprob",))
     if penalizes:
+        for microbatch in step.microbatches[:1]:  # each knows what is lacking in the whole step
+            require_recorded(microbatch, algorithm.kl_penalty, ("old_logprob",))
         require_rewarded(step.microbatches, advantage)  # before penalties take the place of some
         metrics |= step.apply(lambda batch, layout: _penalize(algorithm, batch, layout))
     if advantage is not None:

@@ -205,7 +205,11 @@ def stream_options(
     )
     needs = {
         "advantages": algorithm.needs_advantages,
-        "logprobs": algorithm.choices["importance_correction"].name != "none" or not recomputed,
+        "logprobs": (
+            algorithm.choices["importance_correction"].name != "none"
+            or "rollout_logprob" in algorithm.reads
+            or not recomputed
+        ),
         "reward": advantage is not None and advantage.reads_rewards,
         "teacher_logprobs": (
             not teacher and advantage is not None and "teacher_logprob" in advantage.tensors

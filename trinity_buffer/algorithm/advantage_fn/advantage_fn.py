@@ -193,7 +193,7 @@ class TrainerAdvantage(AdvantageFn):
     drops tokens also replaces the mask.
 
     Class attributes:
-        tensors: what it reads that no rollout brings along, such as ``values``.
+        tensors: what it reads beside rewards and ``old_logprob``, such as ``values``.
     """
 
     tensors: ClassVar[tuple[str, ...]] = ()

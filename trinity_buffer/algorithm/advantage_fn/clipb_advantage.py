@@ -25,7 +25,7 @@ class ClipBAdvantageFn(GRPOAdvantageFn):
         kwargs: the options of `GRPOAdvantageFn`.
     """
 
-    tensors = ("entropy",)
+    tensors = ("entropy", "rollout_logprob")
     reads_old_logprob = True
 
     mu: float = 2.5

@@ -31,6 +31,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from trinity_buffer.algorithm.building import require_recorded
 from trinity_buffer.algorithm.layout import BatchLayout, Totals
 from trinity_buffer.codec.objects import new_event
 from trinity_buffer.codec.segments import Column, content_digest, encode_segment
@@ -111,9 +112,13 @@ class TrainStep:
             reduce: sums a tensor over ranks, for statistics over all ranks of the step.
 
         Raises:
-            InvalidArgumentError: it reads rewards, and a row has none.
+            InvalidArgumentError: it reads rewards or log-probabilities, and a row has none.
         """
         require_rewarded(self.microbatches, advantage_fn)
+        reads = {*getattr(advantage_fn, "tensors", ())}
+        reads |= {"old_logprob"} if getattr(advantage_fn, "reads_old_logprob", False) else set()
+        for microbatch in self.microbatches[:1]:  # each knows what is lacking in the whole step
+            require_recorded(microbatch, advantage_fn, reads)
         return self.apply(lambda batch, _: advantage_fn(batch, reduce=reduce)[1], reduce=reduce)
 
     def apply(
