@@ -8,7 +8,6 @@ import sys
 import time
 import tracemalloc
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 import pytest
@@ -21,10 +20,8 @@ from trinity_buffer.codec.segments import decode_segment
 from trinity_buffer.errors import CodecError
 from trinity_buffer.events import ExperienceColumns, ExperiencesRecorded
 from trinity_buffer.experience import EID, FAMILIES, CustomField, Experience
-from trinity_buffer.pipeline.annotations import (
-    decode_annotations,
-    encode_annotations,
-)
+from trinity_buffer.pipeline.encoding import encode_annotations
+from trinity_buffer.pipeline.load.columns import block_of
 
 KIND = "ExperiencesRecorded"
 
@@ -93,18 +90,14 @@ def read_body(blob: bytes | bytearray) -> None:
     decode_experiences({}, fact.columns)
 
 
-def read_annotations(masks: Any) -> Read:
-    def read(blob: bytes | bytearray) -> None:
-        decode_annotations(blob, None, masks)
-
-    return read
-
-
 def read_columns(blob: bytes | bytearray) -> None:
     segment = decode_segment(blob)
     for columns in segment.columns.values():
         for column in columns:
             assert len(column.elements) == column.offsets[-1]
+            if column.shapes.shape[1] == 1 or column.encoding == "scaled_mask":
+                block = block_of(column, np.arange(3), range(3))
+                assert block is None or len(block.values()) == len(block.rows)
     for values in segment.objects.values():
         values.values(range(len(values)))
 
@@ -116,12 +109,11 @@ def targets() -> list[tuple[bytes, Read]]:
     body = encode_body(
         KIND, {"meta": structs.asdict(write.meta), "segment": b"key", "families": {}, "refused": {}}
     )
-    annotations = encode_annotations(given)
     return [
         *((blob, read_segment(family, write.meta)) for family, blob in blobs.items()),
         *((blob, read_columns) for blob in blobs.values()),
         (body, read_body),
-        (annotations, read_annotations([experience.action_mask for experience in given])),
+        (encode_annotations(given), read_columns),
     ]
 
 

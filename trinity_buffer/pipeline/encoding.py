@@ -1,6 +1,9 @@
 """Experiences as columns: one `RecordBatch` is what every stage of a write reads.
 
 Encodes tensors as columns of bytes and experiences as segments and metadata, and decodes them.
+
+Computed advantages are a segment too, in which a per-token ``scalar * mask`` is stored as one
+scalar. Most have that form: GRPO's 65 thousand numbers of a write become 64.
 """
 
 from __future__ import annotations
@@ -21,11 +24,13 @@ from trinity_buffer.codec.arrays import DTYPES, MAX_DIMENSIONS
 from trinity_buffer.codec.blob import Buffer, writable
 from trinity_buffer.codec.objects import ObjectPacker, RawTensor
 from trinity_buffer.codec.segments import (
+    ANNOTATED,
     Bytes,
     Column,
     Segment,
     content_digests,
     decode_segment,
+    encode_segment,
     segment_blob,
 )
 from trinity_buffer.errors import CodecError, InvalidArgumentError
@@ -386,6 +391,89 @@ def _modal_columns(values: Sequence[dict[str, Tensor] | None]) -> list[Column]:
             MODAL + name, [None if value is None else value.get(name) for value in values]
         )
     ]
+
+
+_SCALED_DTYPES = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
+_BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def encode_annotations(experiences: Sequence[Experience]) -> bytes:
+    """Encode the advantages, returns and token-level rewards of ``experiences`` as one segment.
+
+    A tensor that is bit for bit ``scalar * action_mask`` is stored as the scalar, and ``returns``
+    that are bit for bit the advantages are not stored again; None stays None.
+    """
+    known = [experience.__dict__ for experience in experiences]
+    masks = [fields.get("action_mask") for fields in known]
+    tensors = {field: [fields.get(field) for fields in known] for field in ANNOTATED}
+    aliases = {}
+    # As bytes: 0.0 == -0.0, and NaN != NaN.
+    advantages, returns = (
+        [(c.dtype, c.shapes.tolist(), [*c.places], c.data.tobytes()) for c in columns]
+        for columns in (columns_of(field, tensors[field]) for field in ("advantages", "returns"))
+    )
+    if advantages and advantages == returns:
+        del tensors["returns"]
+        aliases["returns"] = "advantages"
+    columns = [
+        column
+        for field, rows in tensors.items()
+        for column in _annotation_columns(field, rows, masks)
+    ]
+    return encode_segment(columns, {}, len(experiences), aliases=aliases)
+
+
+def _annotation_columns(
+    field: str, tensors: Sequence[Tensor | None], masks: Sequence[Tensor | None]
+) -> list[Column]:
+    scalable: dict[tuple[torch.dtype, torch.dtype], list[int]] = {}
+    for row, (tensor, mask) in enumerate(zip(tensors, masks, strict=True)):
+        if tensor is None or mask is None or tensor.dtype not in _SCALED_DTYPES:
+            continue
+        if tensor.ndim == 1 and tensor.shape == mask.shape:
+            scalable.setdefault((tensor.dtype, mask.dtype), []).append(row)
+    rest, columns = list(tensors), []
+    for rows in scalable.values():
+        scaled, scalars = _scalars(rows, tensors, masks)
+        for row in scaled:
+            rest[row] = None
+        if scaled:
+            column = Column(
+                field,
+                DTYPE_NAMES[scalars.dtype],
+                np.zeros((len(scaled), 0), np.int64),
+                bytes_of([scalars]),
+                None if len(scaled) == len(tensors) else np.array(scaled, np.int64),
+                "scaled_mask",
+            )
+            columns.append(column)
+    return columns + columns_of(field, rest)
+
+
+def _scalars(
+    rows: Sequence[int], tensors: Sequence[Tensor | None], masks: Sequence[Tensor | None]
+) -> tuple[list[int], Tensor]:
+    """Return those of ``rows``, all of one dtype, that are a scalar times their mask, and these."""
+    present = [tensor for row in rows if (tensor := tensors[row]) is not None]
+    sizes = [tensor.numel() for tensor in present]
+    values = torch.cat(present).detach()
+    weights = torch.cat([mask for row in rows if (mask := masks[row]) is not None]).to(values.dtype)
+    # Only its first selected token can give the scalar of a row; without tokens, it is 0.
+    trained, starts = (weights != 0).numpy(), np.cumsum([0, *sizes])[:-1].tolist()
+    filled = [row for row, size in enumerate(sizes) if size]
+    firsts = [starts[row] + int(trained[starts[row] :][: sizes[row]].argmax()) for row in filled]
+    divisor, scalars = weights[firsts], values.new_zeros(len(sizes))
+    scalars[filled] = values[firsts] / divisor.masked_fill(divisor == 0, 1)
+    product = scalars.repeat_interleave(torch.tensor(sizes, dtype=torch.int64)) * weights
+    bits = _BITS[values.element_size()]
+    # Compare bits, not values: 0.0 == -0.0, and NaN != NaN.
+    same = product.view(bits) == values.view(bits)
+    if bool(same.all()):
+        return list(rows), scalars
+    scaled = [
+        index for index, piece in enumerate(same.split_with_sizes(sizes)) if bool(piece.all())
+    ]
+    return [rows[index] for index in scaled], scalars[scaled]
 
 
 EXPERIENCE_TYPES = frozenset(get_args(ExperienceType))

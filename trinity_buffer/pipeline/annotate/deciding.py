@@ -37,7 +37,7 @@ from trinity_buffer.experience import Experience
 from trinity_buffer.identity import storable
 from trinity_buffer.options import GroupingRules, renamed
 from trinity_buffer.pipeline.annotate.grouping import Group
-from trinity_buffer.pipeline.annotations import encode_annotations
+from trinity_buffer.pipeline.encoding import encode_annotations
 from trinity_buffer.pipeline.handle import as_json
 from trinity_buffer.store.rows import MAX_ROWS_PER_EVENT, SLOT_BITS, ExperienceRow
 from trinity_buffer.store.segments import SegmentRow, SegmentStore, new_key

@@ -17,6 +17,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
+import torch
 from torch import Tensor
 
 from trinity_buffer import errors, identity
@@ -24,7 +25,6 @@ from trinity_buffer.codec.segments import Column, decode_segment
 from trinity_buffer.events import BatchLeased, ExperiencesRecorded, WithSegment
 from trinity_buffer.experience import Experience
 from trinity_buffer.limits import sizes
-from trinity_buffer.pipeline.annotations import decode_annotations
 from trinity_buffer.pipeline.coordination.waiting import one_line
 from trinity_buffer.pipeline.encoding import decode_experiences, flat_tensor, tensors_of
 from trinity_buffer.pipeline.handle import ExperimentHandle
@@ -391,15 +391,7 @@ class RowLoader:
         if not number:
             return LoadedRows(Facts.of(0, ()), np.zeros(0, np.bool_), no_fields(0), [])
         own, computed = self.ranges(s, lease)
-        wanted = _families_of((*own, *computed), (*FAMILIES, *ANNOTATION))
-        # Consecutive steps share segments, since a write or an annotation spans several groups.
-        missing = {key: of for key, of in wanted.items() if key not in self._segments}
-        blobs = reading.read_blobs(s, missing, (*FAMILIES, *ANNOTATION))
-        for key in missing:
-            decoded = [decode_segment(blob) for blob in blobs[key].values()]
-            columns = {name: of for segment in decoded for name, of in segment.columns.items()}
-            num_bytes = sum(map(len, blobs[key].values()))
-            self._segments[key] = _Segment(columns, num_bytes, decoded[-1].rows)
+        self._decode(s, (*own, *computed))
         expert = np.array(lease.source or [0] * number) > 0
         fields, modal = self._gathered(own, computed, number)
         facts = Facts.of(number, own)
@@ -421,6 +413,28 @@ class RowLoader:
             one = int(rewarded.argmin())
             unrewarded = self.uids(s, lease, [one])[0] if rewarded.any() else ""
         return LoadedRows(facts, expert, fields, modal, unrecorded, unscorable, unrewarded)
+
+    def annotations(self, s: ReadSession, lease: BatchLeased) -> Mapping[str, Field]:
+        """Return the columns that a strategy computed for the manifest's rows.
+
+        Raises:
+            ArchivedSegmentError, CodecError, DamagedSegmentError: as `load`.
+        """
+        _, computed = self.ranges(s, lease)
+        self._decode(s, computed)
+        return self._fields(computed, [{}] * len(lease.groups))
+
+    def _decode(self, s: ReadSession, ranges: Iterable[SlotRange]) -> None:
+        """Read the segments of ``ranges`` that are not in use already."""
+        wanted = _families_of(ranges, (*FAMILIES, *ANNOTATION))
+        # Consecutive steps share segments, since a write or an annotation spans several groups.
+        missing = {key: of for key, of in wanted.items() if key not in self._segments}
+        blobs = reading.read_blobs(s, missing, (*FAMILIES, *ANNOTATION))
+        for key in missing:
+            decoded = [decode_segment(blob) for blob in blobs[key].values()]
+            columns = {name: of for segment in decoded for name, of in segment.columns.items()}
+            num_bytes = sum(map(len, blobs[key].values()))
+            self._segments[key] = _Segment(columns, num_bytes, decoded[-1].rows)
 
     def load_leased(self, s: ReadSession, lease: BatchLeased, remedy: str) -> LoadedRows:
         """Return the columns of a leased step, or raise its `refusal`."""
@@ -602,10 +616,8 @@ async def experiences_of(experiment: ExperimentHandle, manifest: BatchLeased) ->
             f"step {manifest.step} mixes in rows of {', '.join(manifest.sources)}: read its "
             "micro-batches"
         )
-    database, loader = (
-        experiment.database,
-        RowLoader(reading.EventCache(experiment.key, experiment.name)),
-    )
+    database = experiment.database
+    loader = RowLoader(reading.EventCache(experiment.key, experiment.name))
     rows = await database.read(
         writer_queries.experience_rows, experiment.key, sorted(set(manifest.experiences))
     )
@@ -615,17 +627,11 @@ async def experiences_of(experiment: ExperimentHandle, manifest: BatchLeased) ->
     }
     ordered = [by_address[address] for address in manifest.experiences]
 
-    def annotate(s: ReadSession) -> None:
-        _, ranges = loader.ranges(s, manifest)
-        wanted = _families_of(ranges, ANNOTATION)  # rows without a segment keep their own
-        blobs = reading.read_blobs(s, wanted, ANNOTATION)
-        for places, event, slots in ranges:
-            if event.segment:
-                own = [ordered[place] for place in places.tolist()]
-                masks = [experience.action_mask for experience in own]
-                computed = decode_annotations(blobs[event.segment]["annotation"], slots, masks)
-                for experience, tensors in zip(own, computed, strict=True):
-                    vars(experience).update((n, t) for n, t in tensors.items() if t is not None)
-
-    await database.read_session(annotate)
+    computed = await database.read_session(partial(loader.annotations, lease=manifest))
+    for name, block in ((name, block) for name, of in computed.items() for block in of.blocks):
+        values = torch.tensor(block.data)  # of its own: another field may be the same column
+        pieces = values if block.scaled else values.split(np.diff(block.ends).tolist())
+        for row, piece in zip(block.rows.tolist(), pieces, strict=True):
+            mask: Any = ordered[row].action_mask
+            vars(ordered[row])[name] = piece * mask.to(piece.dtype) if block.scaled else piece
     return ordered
