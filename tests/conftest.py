@@ -25,9 +25,9 @@ import pytest
 from hypothesis import is_hypothesis_test, settings
 
 from tests.postgres import PostgresServer
+from tests.small_sizes import resized
 from tests.warm_python import make_python, served
 from trinity_buffer import open_store
-from trinity_buffer.limits import resized
 
 gc.disable()  # until the tests are collected: what is made until then stays
 DATABASE = "test"

@@ -1,13 +1,11 @@
 """How much is read, written, compared or kept at once, in one place.
 
 None of these numbers changes a result: they trade memory and the length of transactions for speed.
-They are read when they are needed, never copied, so `resized` reaches every loop.
+They are read when they are needed, never copied, so that another size reaches every loop.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 
 _MIB = 1024 * 1024
@@ -102,21 +100,4 @@ class Sizes:
 
 
 sizes = Sizes()
-"""The sizes that hold now. Read them when they are needed: a copy would miss `resized`."""
-
-
-@contextmanager
-def resized(**changed: int) -> Iterator[Sizes]:
-    """Let other sizes hold in this process while the context is open: for tests.
-
-    Raises:
-        AttributeError: there is no such size.
-    """
-    before = {name: getattr(sizes, name) for name in changed}
-    try:
-        for name, size in changed.items():
-            setattr(sizes, name, size)
-        yield sizes
-    finally:
-        for name, size in before.items():
-            setattr(sizes, name, size)
+"""The sizes that hold now. Read them when they are needed: tests let others hold for a while."""

@@ -16,9 +16,9 @@ from starlette.testclient import TestClient
 import trinity_buffer as tb
 from tests.cli.calling import Cli
 from tests.cli.conftest import cli  # noqa: F401 - a fixture
+from tests.small_sizes import resized
 from trinity_buffer import open_store, run_strategy
 from trinity_buffer.errors import UnknownNameError
-from trinity_buffer.limits import resized
 from trinity_buffer.web.app import inspector
 
 CELLS = ("state", "reason", "trainer", "trained_step")

@@ -11,10 +11,10 @@ from typing import Any
 from typing_extensions import override
 
 from tests.crash.forking import CONTEXT, become
+from tests.small_sizes import resized
 from trinity_buffer import open_store, run_strategy
 from trinity_buffer.algorithm import GRPOAddStrategy
 from trinity_buffer.experience import Experience
-from trinity_buffer.limits import resized
 
 NAME = "all"
 

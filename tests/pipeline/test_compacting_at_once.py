@@ -13,10 +13,10 @@ import pytest
 
 from tests.conftest import Resize
 from tests.pipeline.test_compaction import trained
+from tests.small_sizes import resized
 from tests.whole_stores import restore
 from trinity_buffer import compact, open_store, verify
 from trinity_buffer.errors import StoreError
-from trinity_buffer.limits import resized
 from trinity_buffer.pipeline import archive
 
 

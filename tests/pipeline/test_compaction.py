@@ -21,12 +21,12 @@ from tests.handles import Experiment
 from tests.pipeline.planting import events_of, unguarded
 from tests.pipeline.watching import Killed
 from tests.raw_store import rows, sql
+from tests.small_sizes import resized
 from tests.whole_stores import restore
 from trinity_buffer import compact, open_store, run_strategy, verify
 from trinity_buffer.cli.main import app
 from trinity_buffer.errors import InvalidArgumentError, StoreError
 from trinity_buffer.experience import EID, Experience
-from trinity_buffer.limits import resized
 from trinity_buffer.store.tables import event
 
 

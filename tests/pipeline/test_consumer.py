@@ -15,6 +15,7 @@ from tests.handles import ConsumerReport
 from tests.pipeline.planting import unguarded
 from tests.pipeline.watching import BatchWatcher, Watcher, reasons, rejected_groups
 from tests.raw_store import contents, rows, sql
+from tests.small_sizes import resized
 from tests.whole_stores import rebuild
 from trinity_buffer import StrategyConsumer, run_strategy
 from trinity_buffer.algorithm.add_strategy import AddStrategy
@@ -26,7 +27,6 @@ from trinity_buffer.errors import (
     UnknownNameError,
 )
 from trinity_buffer.experience import Experience
-from trinity_buffer.limits import resized
 from trinity_buffer.pipeline.annotate.deciding import Decision
 
 

@@ -12,10 +12,10 @@ import pytest
 
 from tests.contract.making import group, opened
 from tests.handles import Experiment
+from tests.small_sizes import resized
 from tests.whole_stores import digest_of
 from trinity_buffer import run_strategy, verify
 from trinity_buffer.errors import CheckpointError
-from trinity_buffer.limits import resized
 from trinity_buffer.pipeline.manifest import ManifestChain
 from trinity_buffer.pipeline.train import checkpoint
 from trinity_buffer.pipeline.train.checkpoint import (

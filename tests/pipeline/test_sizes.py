@@ -21,12 +21,11 @@ from tests.handles import Experiment, TrainStep, Transaction
 from tests.pipeline.planting import everything, unguarded
 from tests.raw_store import PROJECTIONS, rows
 from tests.sample_run import SampleRun
-from tests.small_sizes import NAMES, small
+from tests.small_sizes import NAMES, resized, small
 from tests.whole_stores import diff_projections, rebuild, replayed_steps
 from trinity_buffer import assign_rewards, compact, open_store, run_strategy, verify
 from trinity_buffer.experience import Experience
 from trinity_buffer.inspector import groups
-from trinity_buffer.limits import resized
 from trinity_buffer.store import segments, writer_queries
 from trinity_buffer.store.rows import ExperienceRow
 from trinity_buffer.store.tables import experience, segment

@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.conftest import Resize
+from tests.small_sizes import resized
 from trinity_buffer.errors import DamagedSegmentError
-from trinity_buffer.limits import resized
 from trinity_buffer.store import segments
 
 BLOB = bytes(range(11))

@@ -19,6 +19,7 @@ from tests.planted_faults.dying import open_and_die
 from tests.planted_faults.scenes import RUNS, nothing_is_wrong, opened
 from tests.planted_faults.trainer_checks import Weights
 from tests.sample_run import rollout
+from tests.small_sizes import resized
 from tests.trainer.data import RUNS as RUNS_OF_DATA
 from tests.trainer.data import policy, recorded, rollouts, solutions
 from tests.trainer.test_elastic_ranks import life
@@ -38,7 +39,6 @@ from trinity_buffer.errors import DamagedSegmentError
 from trinity_buffer.events import ExperiencesRecorded, StepDealt
 from trinity_buffer.explorer.explore import Acknowledgements
 from trinity_buffer.inspector.source import now
-from trinity_buffer.limits import resized
 from trinity_buffer.pipeline.load.columns import FAMILIES
 from trinity_buffer.store.tables import segment
 from trinity_buffer.store.trainer_queries import step_with_rows

@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from tests.handles import Experiment, Store, TrainStep
+from tests.small_sizes import resized
 from tests.trainer.data import RUNS, recorded, rollouts, solutions
 from trinity_buffer import open_store, run_strategy, verify
 from trinity_buffer.errors import InvalidArgumentError, TrainingError, UnknownExperimentError
 from trinity_buffer.inspector import now, rejection_counts, rejections
-from trinity_buffer.limits import resized
 
 MIXED = {
     "strategy": "grpo",

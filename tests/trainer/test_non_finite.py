@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 from typing_extensions import override
 
 from tests.handles import Event
+from tests.registries import restored
 from tests.trainer.data import policy, prepared
 from tests.trainer.gradients import train
 from trinity_buffer import open_replay_stream, open_store, open_train_stream
@@ -85,7 +86,7 @@ class PlantedEntropy(DefaultEntropyLossFn):
 
 @pytest.fixture(autouse=True)
 def _registered() -> Iterator[None]:
-    with POLICY_LOSS_FN.restored(), ENTROPY_LOSS_FN.restored():
+    with restored(POLICY_LOSS_FN), restored(ENTROPY_LOSS_FN):
         POLICY_LOSS_FN.register_module("planted")(PlantedLoss)
         ENTROPY_LOSS_FN.register_module("planted")(PlantedEntropy)
         yield

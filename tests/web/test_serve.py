@@ -21,10 +21,10 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
 from tests.sample_run import record_sample_run, rollout
+from tests.small_sizes import resized
 from tests.web.conftest import BASE
 from tests.web.test_report import NAME, Page, hostile_run
 from trinity_buffer import open_store
-from trinity_buffer.limits import resized
 from trinity_buffer.web.app import inspector
 
 UID = "b0/1/1/0/"

@@ -9,8 +9,7 @@ repeats it.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from functools import wraps
 from importlib import import_module
@@ -316,15 +315,6 @@ class Registry(Generic[T]):
         """Return the names that `get` knows, those of installed packages included, sorted."""
         installed = {entry.name for entry in entry_points(group=self._group)}
         return tuple(sorted(installed | set(self._classes)))
-
-    @contextmanager
-    def restored(self) -> Iterator[None]:
-        """Forget at the end what was registered meanwhile: for tests."""
-        before = dict(self._classes)
-        try:
-            yield
-        finally:
-            self._classes = before
 
     @property
     def _group(self) -> str:

@@ -83,7 +83,6 @@ def test_an_installed_package_adds_its_loss_by_entry_point(
 def test_a_users_loss_is_one_method() -> None:
     loss_fn: Any = ReinforceLossFn()
     assert loss_fn.select_keys == ["response_mask", "advantages"]
-    assert not loss_fn.takes_layout
     assert ReinforceLossFn.default_args() == {}
     loss, _ = loss_fn(
         logprob=TENSORS["logprob"],

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from tests.algorithm.strategies.rollouts import PlainWriter, rollout, scores
+from tests.registries import restored
 from trinity_buffer.algorithm import ADD_STRATEGY
 from trinity_buffer.algorithm.add_strategy import AddStrategy, StepWiseGRPOStrategy, compose
 from trinity_buffer.experience import Experience
@@ -39,7 +40,7 @@ def ported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     monkeypatch.setitem(sys.modules, "ported_strategy", module)
-    with ADD_STRATEGY.restored():
+    with restored(ADD_STRATEGY):
         spec.loader.exec_module(module)
         yield module.StepWiseGRPOStrategy
 

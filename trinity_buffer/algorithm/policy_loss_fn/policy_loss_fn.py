@@ -127,11 +127,6 @@ class PolicyLossFn(Configured, ABC):
         names = BACKEND_NAMES[self.backend]
         return [names.get(name, name) for name in self._tensors if name not in NOT_SELECTED]
 
-    @property
-    def takes_layout(self) -> bool:
-        """False if the loss only ever reduces over the micro-batch that it is given."""
-        return "layout" in self._tensors
-
 
 POLICY_LOSS_FN: Registry[type[PolicyLossFn]] = Registry("policy_loss_fn")
 
