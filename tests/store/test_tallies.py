@@ -11,7 +11,7 @@ from tests.sample_run import RUNS, record_sample_run, rollout
 from tests.trainer.test_mixing import filled, taken
 from trinity_buffer import open_store, run_strategy, verify
 from trinity_buffer.events import ExperiencesRejected
-from trinity_buffer.store import counters, counts, log, writer_queries
+from trinity_buffer.store import counters, counts, log, trainer_queries, writer_queries
 from trinity_buffer.store.rows import position_of
 
 Counts = counts.StrategyCounts | counts.TrainerCounts
@@ -131,9 +131,11 @@ async def test_steps_of_another_experiments_trainer_are_not_waited_for(
             key, database = experiment.key, experiment.database
             row = await database.read(writer_queries.consumer_row, key, "trainer")
             assert row is not None
-            found.append(await database.read(counts.first_uncommitted, key, row))
+            after = {"after": row.committed_step}
+            uncommitted = await database.read(trainer_queries.steps, key, "trainer", **after)
+            found.append([step.leased_at for step in uncommitted])
         leased = [e.position async for e in (await store.experiment("sort")).events(kinds=LEASED)]
-    assert found == [leased[2], None]
+    assert found == [leased[2:], []]
 
 
 LEASED = ("BatchLeased",)

@@ -190,12 +190,10 @@ class _Look:
         named = "" if is_configured else " --set " + quote(f"trainer={row.name}")
         again = f"start trainer {row.name!r} again (`trinity-buffer train --follow{named}`)"
         missing = f"no process trains as {row.name!r}"
-        leased = counts.first_uncommitted(tx, key, row)
-        if leased is not None:
+        for first in trainer_queries.steps(tx, key, row.name, after=row.committed_step, limit=1):
             steps = counted(row.leased_step - row.committed_step, "step")
-            first = row.committed_step + 1
-            what = f"{missing}: {steps} handed out and not committed, from step {first} on"
-            self._add(what, f"{again}: it is served them first", at=leased)
+            what = f"{missing}: {steps} handed out and not committed, from step {first.step} on"
+            self._add(what, f"{again}: it is served them first", at=first.leased_at)
         # Rows may be ready whether or not steps are uncommitted: both are said.
         terms, _, _ = counts.of_trainer(tx, key, row, counters.numbers_of(tx, key))
         if terms.ready:

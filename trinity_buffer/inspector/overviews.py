@@ -15,6 +15,7 @@ from trinity_buffer.pipeline.manifest import leased_steps
 from trinity_buffer.pipeline.store import Store
 from trinity_buffer.store import counters, counts, inspection, log, trainer_queries, writer_queries
 from trinity_buffer.store.counts import PlanCounts, StrategyCounts, TrainerCounts
+from trinity_buffer.store.leases import holder
 from trinity_buffer.store.rows import ConsumerRow, format_address
 from trinity_buffer.store.sqlite import log_state
 from trinity_buffer.store.transaction import Transaction
@@ -167,15 +168,16 @@ def _overview(
     trainers = [row for row in consumers.values() if row.kind == "trainer"]
     config, finished = writer_queries.config_of(tx, key) or ({}, False)
     policy = writer_queries.newest_policy(tx, key, config.get("trainer", "trainer"))
-    head, first_at, last_at = counts.log_ends(tx, key, position)
+    head = log.head(tx, key) if position is None else position
+    times = {at: us / 1e6 for at, us in log.recorded_at(tx, key, [1, head]).items()}
     guests = sorted({consumer for consumer, _ in numbers if "/" in consumer})
     return ExperimentOverview(
         name=name,
         finished=finished,
         head=head,
         events=dict(sorted(counters.kinds(numbers).items())),
-        first_at=first_at,
-        last_at=last_at,
+        first_at=times.get(1),
+        last_at=times.get(head),
         experiences=own.get(counters.RECORDED, 0),
         batches=own.get(BatchPlanned.__name__, 0),
         sealed=own.get(BatchSealed.__name__, 0),
@@ -310,18 +312,18 @@ async def leases(source: Source) -> list[Lease]:
 
     As it was: how far each trainer had come.
     """
-    consumers = (await source.read(writer_queries.consumers, source.key)).values()
-    rows = [] if source.position else await source.database.read(inspection.leases, source.key)
-    held, leases = {row.consumer: row for row in rows}, []
+    key, leases = source.key, []
+    consumers = (await source.read(writer_queries.consumers, key)).values()
     for row in sorted(consumers, key=lambda row: row.kind != "trainer"):
-        lease, trains = held.get(row.name), row.kind == "trainer"
+        # Leases are in no log, so how they were is unknown: `forgotten`.
+        state, trains = "free" if source.position is None else "forgotten", row.kind == "trainer"
+        lease = await source.database.read(holder, key, row.name) if state == "free" else None
         if not trains and lease is None:
             continue
-        left = None if lease is None else (lease.expires_at - now_us()) / 1e6
-        state = "free" if left is None else "held" if left > 0 else "expired"
-        # Leases are in no log, so how they were is unknown: `forgotten`.
-        state = state if source.position is None else "forgotten"
-        owner, token = (None, row.token) if lease is None else (lease.owner, lease.token)
+        owner, token, left = None, row.token, None
+        if lease is not None:
+            owner, token, left = lease[0], lease[1], (lease[2] - now_us()) / 1e6
+            state = "held" if left > 0 else "expired"
         handed, done = (row.leased_step, row.committed_step) if trains else (None, None)
         leases.append(Lease(row.name, state, owner, token, left, handed, done, row.kind))
     return leases

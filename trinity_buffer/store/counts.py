@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from trinity_buffer.limits import sizes
-from trinity_buffer.store import counters, log
+from trinity_buffer.store import counters
 from trinity_buffer.store.counters import Numbers
 from trinity_buffer.store.rows import ConsumerRow, first_address, position_of
 from trinity_buffer.store.trainer_queries import SO_FAR, Reader, first_undelivered
@@ -85,17 +85,6 @@ class PlanCounts:
     def missing(self) -> int:
         """How many are still to be generated."""
         return self.planned - self.stored
-
-
-LogEnds = tuple[int, float | None, float | None]
-"""The last position of a log that counts, and when its first and that event were recorded."""
-
-
-def log_ends(tx: Transaction, experiment: int, up_to: int | None = None) -> LogEnds:
-    """Return the ends of a log, up to a position; times in seconds since 1970."""
-    head = log.head(tx, experiment) if up_to is None else up_to
-    times = {at: us / 1e6 for at, us in log.recorded_at(tx, experiment, [1, head]).items()}
-    return head, times.get(1), times.get(head)
 
 
 def of_plans(tx: Transaction, experiment: int, numbers: Numbers) -> PlanCounts:
@@ -247,19 +236,6 @@ def open_batches(tx: Transaction, experiment: int) -> list[OpenBatch]:
 _OPEN_BATCHES = Statement(
     f"SELECT batch, actor, planned_at FROM batch WHERE experiment = :of AND {IS_OPEN} "
     "ORDER BY planned_at LIMIT :most"
-)
-
-
-def first_uncommitted(tx: Transaction, experiment: int, trainer: ConsumerRow) -> int | None:
-    """Return the position where the first uncommitted step of a trainer was leased, or None."""
-    position: int | None = _FIRST_UNCOMMITTED.value(
-        tx, of=experiment, by=trainer.name, after=trainer.committed_step
-    )
-    return position
-
-
-_FIRST_UNCOMMITTED = Statement(
-    "SELECT min(leased_at) FROM step WHERE experiment = :of AND consumer = :by AND step > :after"
 )
 
 

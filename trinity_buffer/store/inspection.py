@@ -238,25 +238,6 @@ _NEXT = Statement(
 )
 
 
-class LeaseRow(NamedTuple):
-    """A row of `tables.lease`; ``expires_at`` in microseconds since 1970."""
-
-    consumer: str
-    owner: str
-    token: int
-    expires_at: int
-
-
-def leases(tx: Transaction, experiment: int) -> list[LeaseRow]:
-    """Return the leases of an experiment, by consumer."""
-    return list(map(LeaseRow._make, _LEASES.fetch_all(tx, of=experiment)))
-
-
-_LEASES = Statement(
-    "SELECT consumer, owner, token, expires_at FROM lease WHERE experiment = :of ORDER BY consumer"
-)
-
-
 def actors(tx: Transaction, experiment: int, positions: Sequence[int]) -> dict[int, str]:
     """Return position -> the actor that recorded the event."""
     return dict(_ACTORS.fetch_all(tx, of=experiment, positions=positions))
