@@ -8,7 +8,6 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from importlib import import_module
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -23,8 +22,8 @@ def homes_in(file: str) -> dict[str, str]:
     Those are under ``if TYPE_CHECKING`` in its ``file``, where no line of Python runs them: so each
     name is written once. ``lazy_loader`` reads a stub file likewise (https://scientific-python.org/specs/spec-0001).
     """
-    source = Path(file).read_text(encoding="utf-8")
-    return {name: home for home, name in _IMPORT.findall(source)}
+    with open(file, encoding="utf-8") as source:  # noqa: PTH123 - every start would load pathlib
+        return {name: home for home, name in _IMPORT.findall(source.read())}
 
 
 def lazy_exports(
