@@ -491,6 +491,19 @@ async def test_a_field_that_is_changed_without_effect_is_warned_of(
     assert all(f"changed {field} of what it keeps" in line for line in said)
 
 
+@pytest.mark.parametrize("last", ["grpo", "step_wise_grpo"])
+async def test_a_penalty_takes_the_reward_of_the_run_too(sqlite_url: str, last: str) -> None:
+    first, *others = group(task=0, runs=2)
+    turn = copy_experience(first, task=0, suffix="")
+    turn.eid, turn.info = replace(first.eid, step=1), {}
+    first.reward = None
+    args = {"overlong_penalty": {"max_length": 4, "cache_length": 2}}
+    async with opened(sqlite_url, rollouts_per_group=2) as experiment:
+        await experiment.writer("e0").write([first, turn, *others])
+        report = await run_strategy(experiment, ["overlong_penalty", last], args)
+    assert (report.annotated, report.rejected) == (3, 0)
+
+
 @pytest.mark.parametrize("strategies", [["grpo"], ["overlong_penalty", "grpo"]])
 async def test_what_a_list_hands_on_is_not_warned_of(
     sqlite_url: str, caplog: pytest.LogCaptureFixture, strategies: list[str]

@@ -134,7 +134,7 @@ class BestOfGroupAddStrategy(add_strategy.RewardFilter):
 
 @add_strategy.ADD_STRATEGY.register_module("overlong_penalty")
 @configured
-class OverlongPenaltyAddStrategy(add_strategy.AddStrategy):
+class OverlongPenaltyAddStrategy(CountsOver, add_strategy.AddStrategy):
     """Lowers the reward of answers near the length limit (DAPO, arXiv:2503.14476).
 
     0 up to ``max_length - cache_length`` action tokens, falling linearly to ``-penalty`` at
@@ -146,6 +146,8 @@ class OverlongPenaltyAddStrategy(add_strategy.AddStrategy):
         max_length: action tokens at which the penalty is whole.
         cache_length: length of the stretch before it in which the penalty grows.
         penalty: the largest penalty.
+        kwargs: of `CountsOver` and `AddStrategy`. Over runs, a row without a reward has that of its
+            run, less the penalty of its own length.
     """
 
     families: ClassVar[tuple[str, ...]] = ("light",)
@@ -170,6 +172,7 @@ class OverlongPenaltyAddStrategy(add_strategy.AddStrategy):
     @override
     async def add(self, experiences: list[Experience], step: int) -> tuple[int, Metrics]:
         """Write all groups, with the lowered rewards."""
+        share_rewards(experiences, self.over)
         usable = self.usable(experiences)
         masks = (e.action_mask for e in usable)
         charges = [self.penalty_of(int((mask != 0).sum())) for mask in masks if mask is not None]
