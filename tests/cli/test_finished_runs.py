@@ -80,7 +80,7 @@ def test_a_trainer_that_died_before_it_finished_its_run_finishes_it(cli: Cli, ur
 
 @pytest.mark.long
 def test_a_run_that_somebody_else_finished_is_trained_to_its_end(cli: Cli, url: str) -> None:
-    words = ("--experiment", "run", "--set", "evaluation.target_accuracy=2.0")
+    words = ("--experiment", "run", "--set", "evaluation={every_steps=3,target_accuracy=2.0}")
     assert cli("explore", "--store", url, "--actor", "e0", "--batches", 1, *words).code == 0
 
     async def finish() -> None:
@@ -89,5 +89,6 @@ def test_a_run_that_somebody_else_finished_is_trained_to_its_end(cli: Cli, url: 
 
     anyio.run(finish)
     for _ in range(2):
-        train(cli, url, "--follow")
+        said = train(cli, url, "--follow")
+        assert said.endswith("run is finished: step 4, accuracy 0.000 at step 3\n")
         assert (trained(url), number_of(url, "ExperimentFinished")) == ([1, 2, 3, 4], 2)

@@ -95,12 +95,13 @@ async def _published_by(experiment: Experiment, consumer: str, folder: Path, ste
             await stream.commit(step, weights)
 
 
-@pytest.mark.parametrize("named", ["trainer", "ablation"])
+@pytest.mark.parametrize("configured", ["trainer", "ablation", None])
 async def test_explorers_follow_the_trainer_that_the_configuration_names(
-    named: str, store_url: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    configured: str | None, store_url: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
+    named = configured or "trainer"
     async with opened(
-        store_url, rollouts_per_group=4, trainer=named, max_staleness=9
+        store_url, rollouts_per_group=4, trainer=configured, max_staleness=9
     ) as experiment:
         for batch in range(4):
             await experiment.writer("e0").plan(f"b{batch}", [0], 4, policy_version=0)

@@ -294,6 +294,7 @@ async def test_dropped_tokens_change_the_denominators(sqlite_url: str) -> None:
     [
         ({"sample_strategy": "mixed"}, "mix"),
         ({"max_staleness": 1.0}, "staleness_control"),
+        ({"sample_strategy": "staleness_control"}, "give max_staleness="),
         ({"expert_data_ratio": 0.5}, "mix"),
         ({"rank": 1}, "ranks count from 0"),
     ],
@@ -301,6 +302,13 @@ async def test_dropped_tokens_change_the_denominators(sqlite_url: str) -> None:
 def test_options_that_do_not_fit_are_refused(options: dict[str, object], message: str) -> None:
     with pytest.raises((InvalidArgumentError, UnknownNameError), match=message):
         StreamOptions(strategy=None, **options)  # type: ignore[arg-type]
+
+
+def test_a_bound_of_staleness_that_a_run_does_not_give_is_asked_for() -> None:
+    """The run's own `max_staleness` bounds how far explorers go ahead, and no stream reads it."""
+    algorithm = build("grpo", sample_strategy="staleness_control")
+    with pytest.raises(InvalidArgumentError, match=r"sample_strategy_args=\{max_staleness=N\}"):
+        StreamOptions(strategy="grpo", **stream_options(algorithm))
 
 
 def test_an_algorithm_refuses_data_of_another_schema() -> None:

@@ -343,7 +343,7 @@ async def annotate(
     use_one_thread()
     async with open_store(url) as store:
         opened = await store.experiment(experiment)
-        if (name or strategy) == opened.config.get("trainer", "trainer"):
+        if (name or strategy) == (opened.config.get("trainer") or "trainer"):
             raise errors.InvalidArgumentError(
                 f"{name or strategy!r} is the trainer's name: give the annotation set another, "
                 "with --name"
@@ -468,6 +468,7 @@ def train(
         # A rewind trains on, past the target too.
         if stream.resume is not None and going_on.get("resume_from") is None:
             evaluation.accuracy = stream.resume.metrics.get("accuracy")
+            evaluation.measured_at = stream.resume.step
 
         def on_step(report: StepReport) -> bool:
             nonlocal num_skipped
@@ -541,6 +542,7 @@ class _Evaluation:
     trainer: Trainer
     processes: Processes
     accuracy: float | None = None
+    measured_at: int = 0
 
     def __call__(self, step: int) -> dict[str, float]:
         rules, config = self.config.evaluation, self.config
@@ -552,7 +554,7 @@ class _Evaluation:
         measured: float | None = on_rank_0(self.processes, ask)
         if measured is None:
             return {}
-        self.accuracy = measured
+        self.accuracy, self.measured_at = measured, step
         return {"accuracy": measured}
 
     @property
@@ -563,9 +565,12 @@ class _Evaluation:
 
     @property
     def place(self) -> str:
-        """The last step, behind the last accuracy if there is one."""
-        step = f"step {self.trainer.state.step}"
-        return step if self.accuracy is None else f"accuracy {self.accuracy:.3f} at {step}"
+        """The last step, and the last accuracy with its own step if there is one."""
+        step = self.trainer.state.step
+        if self.accuracy is None:
+            return f"step {step}"
+        measured = f"accuracy {self.accuracy:.3f} at step {self.measured_at}"
+        return measured if self.measured_at == step else f"step {step}, {measured}"
 
 
 def line_of(report: StepReport) -> str:

@@ -167,7 +167,7 @@ def _overview(
     strategies = [row for row in consumers.values() if row.kind == "strategy"]
     trainers = [row for row in consumers.values() if row.kind == "trainer"]
     config, finished = writer_queries.config_of(tx, key) or ({}, False)
-    policy = writer_queries.newest_policy(tx, key, config.get("trainer", "trainer"))
+    policy = writer_queries.newest_policy(tx, key, config.get("trainer") or "trainer")
     head = log.head(tx, key) if position is None else position
     times = {at: us / 1e6 for at, us in log.recorded_at(tx, key, [1, head]).items()}
     guests = sorted({consumer for consumer, _ in numbers if "/" in consumer})

@@ -133,7 +133,7 @@ class Experiment(handle.ExperimentHandle):
     @property
     def _trainer(self) -> str:
         """The trainer that explorers follow."""
-        return str(self.config.get("trainer", "trainer"))
+        return str(self.config.get("trainer") or "trainer")
 
     def _append(self, tx: Transaction, event: NewEvent, actor: str) -> None:
         log.append(tx, self.key, [(actor, event)])

@@ -313,7 +313,7 @@ class UnitReader:
             self.due_us = now + max(timeout_us, SHORTEST_US)
             stored = writer_queries.config_of(tx, key)
             config = {} if stored is None else stored[0]
-            reader = writer_queries.consumer_row(tx, key, config.get("trainer", "trainer"))
+            reader = writer_queries.consumer_row(tx, key, config.get("trainer") or "trainer")
             # Only the set that the trainer reads may seal: a seal stops the explorers of the batch.
             if reader is not None and reader.config.get("strategy") != self.name:
                 return []

@@ -6,6 +6,7 @@ A trainer registers, waits for its set, and finds the commit that it resumes fro
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -132,6 +133,12 @@ class StreamOptions(StepOptions):
         if self.max_staleness is not None and self.sample_strategy != "staleness_control":
             raise errors.InvalidArgumentError(
                 "max_staleness= needs sample_strategy='staleness_control'"
+            )
+        if self.sample_strategy == "staleness_control" and self.max_staleness in (None, math.inf):
+            raise errors.InvalidArgumentError(
+                "sample_strategy='staleness_control' rejects nothing without a bound: give "
+                "max_staleness= (in a run sample_strategy_args={max_staleness=N}; the run's own "
+                "max_staleness bounds its explorers)"
             )
         self.sampling()
 

@@ -551,7 +551,7 @@ class LeadingStream(TrainStream):
 
     async def _warn_if_passed_over(self, published: Path) -> None:
         """Warn once if explorers load another trainer's weights."""
-        own, followed = self.options.consumer, self.experiment.config.get("trainer", "trainer")
+        own, followed = self.options.consumer, self.experiment.config.get("trainer") or "trainer"
         read = self._database.read
         newest = await read(writer_queries.newest_policy, self.experiment.key, str(followed))
         if own != followed and (newest is None or newest[1] != str(published)):
