@@ -27,7 +27,7 @@ async def both(experiment: Experiment) -> tuple[list[Counts], list[Counts]]:
         numbers = counters.numbers_of(tx, key)
         return [
             *(counts.of_strategy(tx, key, row, numbers) for row in sets),
-            *(counts.of_trainer(tx, key, row, numbers)[0] for row in trainers),
+            *(counts.of_trainer(tx, key, row, numbers) for row in trainers),
         ]
 
     report = await verify(experiment)

@@ -195,7 +195,7 @@ class _Look:
             what = f"{missing}: {steps} handed out and not committed, from step {first.step} on"
             self._add(what, f"{again}: it is served them first", at=first.leased_at)
         # Rows may be ready whether or not steps are uncommitted: both are said.
-        terms, _, _ = counts.of_trainer(tx, key, row, counters.numbers_of(tx, key))
+        terms = counts.of_trainer(tx, key, row, counters.numbers_of(tx, key))
         if terms.ready:
             start = trainer_queries.first_undelivered(tx, Reader(key, row.name, "", row.name))
             rows = f"{counted(terms.ready, 'row')} of set {terms.annotation_set!r}"

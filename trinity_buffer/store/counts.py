@@ -12,12 +12,11 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from trinity_buffer.limits import sizes
-from trinity_buffer.store import counters
+from trinity_buffer.store import counters, writer_queries
 from trinity_buffer.store.counters import Numbers
 from trinity_buffer.store.rows import ConsumerRow, first_address, position_of
 from trinity_buffer.store.trainer_queries import SO_FAR, Reader, first_undelivered
 from trinity_buffer.store.transaction import Statement, Transaction
-from trinity_buffer.store.writer_queries import IS_OPEN, waiting_addresses
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +94,7 @@ def of_plans(tx: Transaction, experiment: int, numbers: Numbers) -> PlanCounts:
 
 
 _STORED_OF_OPEN = Statement(
-    f"SELECT sum({counters.STORED}) FROM batch WHERE experiment = :of AND {IS_OPEN}"
+    f"SELECT sum({counters.STORED}) FROM batch WHERE experiment = :of AND {writer_queries.IS_OPEN}"
 )
 
 
@@ -121,16 +120,12 @@ _UNSEEN = Statement(
 
 def of_trainer(
     tx: Transaction, experiment: int, row: ConsumerRow, numbers: Numbers
-) -> tuple[TrainerCounts, int, int]:
-    """Return the counts of one trainer, and how many planned groups were handed out and committed.
-
-    Rows above the last one that was handed out are ready.
-    """
+) -> TrainerCounts:
+    """Return the counts of one trainer; rows above the last one that was handed out are ready."""
     of, mine = str(row.config.get("strategy", "")), {"of": experiment, "by": row.name}
     so_far = SO_FAR.fetch_all(tx, **mine, leased=row.leased_step, committed=row.committed_step)
-    handed = {number: (groups, own) for number, groups, own in so_far}
-    groups_delivered, delivered = handed.get(row.leased_step, (0, 0))
-    groups_committed, committed = handed.get(row.committed_step, (0, 0))
+    handed = {number: int(own) for number, _, own in so_far}
+    delivered, committed = handed.get(row.leased_step, 0), handed.get(row.committed_step, 0)
     rejected = counters.reasons(numbers, row.name)
     # All are ready until one was handed out.
     rows = ready = numbers.get((of, counters.ROWS), 0)
@@ -141,8 +136,7 @@ def of_trainer(
     # Rejected rows above the last that was handed out are not ready either.
     if any(rejected.values()):
         ready -= _LEFT_OUT.value(tx, **mine, set=of, start=start)
-    terms = (rows, ready, int(delivered - committed), int(committed), rejected)
-    return TrainerCounts(row.name, of, *terms), int(groups_delivered), int(groups_committed)
+    return TrainerCounts(row.name, of, rows, ready, delivered - committed, committed, rejected)
 
 
 _ROWS_FROM = Statement(
@@ -197,26 +191,15 @@ def open_groups(
     Of waiting and of unseen rows, up to some thousand each: a strategy that has decided nothing
     has not moved its cursor, however much it has read.
     """
-    most = sizes.waiting_rows_per_page
-    seen = waiting_addresses(
-        tx, experiment, strategy.name, after=-1, up_to=strategy.cursor, limit=most
-    )
-    mine, behind = {"of": experiment, "most": most}, first_address(strategy.cursor + 1)
-    rows = _ROLLOUTS_AT.fetch_all(tx, **mine, addresses=seen)
+    most, up_to = sizes.waiting_rows_per_page, strategy.cursor
+    mine, behind = (tx, experiment), first_address(up_to + 1) - 1
+    seen = writer_queries.waiting_addresses(*mine, strategy.name, after=-1, up_to=up_to, limit=most)
+    rows = writer_queries.experience_rows(*mine, seen)
+    rows += writer_queries.experiences(*mine, writer_queries.Filter(), after=behind, limit=most)
     runs_of: dict[str, dict[str, set[int]]] = {}
-    for key, task, run in rows + _ROLLOUTS_BEHIND.fetch_all(tx, **mine, start=behind):
-        runs_of.setdefault(key, {}).setdefault(task, set()).add(int(run))
+    for batch, task, run in ((row.eid.batch, row.eid.task, row.eid.run) for row in rows):
+        runs_of.setdefault(str(batch), {}).setdefault(str(task), set()).add(run)
     return {key: {task: len(runs) for task, runs in own.items()} for key, own in runs_of.items()}
-
-
-_ROLLOUTS_AT = Statement(
-    "SELECT batch, task, run FROM experience "
-    "WHERE experiment = :of AND address IN INTS(:addresses) ORDER BY address LIMIT :most"
-)
-_ROLLOUTS_BEHIND = Statement(
-    "SELECT batch, task, run FROM experience WHERE experiment = :of AND address >= :start "
-    "AND refused IS NULL ORDER BY address LIMIT :most"
-)
 
 
 class OpenBatch(NamedTuple):
@@ -234,8 +217,8 @@ def open_batches(tx: Transaction, experiment: int) -> list[OpenBatch]:
 
 
 _OPEN_BATCHES = Statement(
-    f"SELECT batch, actor, planned_at FROM batch WHERE experiment = :of AND {IS_OPEN} "
-    "ORDER BY planned_at LIMIT :most"
+    "SELECT batch, actor, planned_at FROM batch WHERE experiment = :of "
+    f"AND {writer_queries.IS_OPEN} ORDER BY planned_at LIMIT :most"
 )
 
 

@@ -319,15 +319,11 @@ SEARCH_S = 5.0
 
 async def overview_page(asked: Asked) -> Page:
     """Return counts from the plan to the commit, and what is stuck now."""
-    source, examined = asked.source, None
-    if source.position is None:
-        (counted,) = (await inspector.overview(asked.store, asked.name)).experiments
-        examined = await examine(asked.store, asked.name)
-    else:
-        counted = await overview_of(source)
+    source, is_now = asked.source, asked.source.position is None
+    counted = await overview_of(source)
     return "overview.html", {
         "counted": counted,
-        "examined": examined,
+        "examined": await examine(asked.store, asked.name) if is_now else None,
         "leases": await inspector.leases(source),
         "rejected": await inspector.rejection_counts(source),
         "live": counted.head,

@@ -8,6 +8,7 @@ from typing import Any
 from trinity_buffer import inspector
 from trinity_buffer.errors import DamagedSegmentError, UnknownNameError
 from trinity_buffer.inspector.doctor import examine
+from trinity_buffer.inspector.overviews import overview_of
 from trinity_buffer.inspector.source import Source, now
 from trinity_buffer.inspector.step_lines import ROW_ORDERS, TrainedRow, rewards_of_runs
 from trinity_buffer.pipeline.store import Store
@@ -29,7 +30,7 @@ async def report(store: Store, experiment: str) -> str:
     """
     handle = await store.experiment(experiment)
     source = now(handle)
-    (counted,) = (await inspector.overview(store, experiment)).experiments
+    counted = await overview_of(source)
     lines = await inspector.steps(source, limit=STEPS) if counted.trainers else []
     after = await inspector.position_before(handle, EVENTS)
     page = {

@@ -175,7 +175,7 @@ def outcome_of(tx: Transaction, experiment: int, trainer: str) -> str:
     if row is None:
         return "it is not registered"
     numbers = counters.numbers_of(tx, experiment)
-    terms, _, _ = counts.of_trainer(tx, experiment, row, numbers)
+    terms = counts.of_trainer(tx, experiment, row, numbers)
     rows = f"the {counted(terms.rows, 'row')} of set {terms.annotation_set!r}"
     if not terms.rows:
         return f"set {terms.annotation_set!r} has no rows: nothing was annotated"
