@@ -13,11 +13,11 @@ from torch.optim import SGD, AdamW
 from typing_extensions import override
 
 import trinity_buffer as tb
-from tests.trainer.data import policy, prepared, recorded, rollouts
+from tests.trainer.data import CONFIG, policy, prepared, recorded, rollouts
 from trinity_buffer.algorithm import PolicyLossFn, build
-from trinity_buffer.demo.policy import TransformerPolicy
+from trinity_buffer.demo.policy import TransformerCritic, TransformerPolicy
 from trinity_buffer.errors import InvalidArgumentError
-from trinity_buffer.trainer.requirements import strategy_of
+from trinity_buffer.trainer.requirements import strategy_of, stream_options
 
 
 async def with_advantages(url: str) -> None:
@@ -91,6 +91,13 @@ def test_rows_to_come_may_bring_advantages_that_the_stream_asks_for(
 MODEL = policy()
 
 
+class Wrapped:
+    """Scores by a policy that it holds."""
+
+    def __init__(self, inner: TransformerPolicy) -> None:
+        self.scores, self.parameters = inner.scores, inner.parameters
+
+
 @pytest.mark.parametrize(
     ("model", "given", "said"),
     [
@@ -106,6 +113,8 @@ MODEL = policy()
         ),
         (policy(), {"reference": "gpt2"}, "'gpt2' is no model"),
         (MODEL, {"reference": MODEL}, "reference= is the very model that is trained"),
+        (MODEL, {"teacher": MODEL}, "teacher= is the very model that is trained"),
+        (MODEL, {"reference": Wrapped(MODEL)}, "or shares weights with it"),
         (policy(), {"teacher": policy()}, "teacher='TransformerPolicy': .*'grpo' distils nothing"),
     ],
 )
@@ -118,6 +127,29 @@ def test_what_cannot_be_trained_is_refused_in_a_sentence(
         pytest.raises(InvalidArgumentError, match=said),
     ):
         tb.Trainer(stream, model, build("grpo"), tb.TrainerSettings(checkpoints=tmp_path), **given)
+
+
+class SharedTrunk(TransformerPolicy):
+    """A policy whose critic reads its own blocks."""
+
+    @override
+    def new_critic(self) -> TransformerCritic:
+        critic = super().new_critic()
+        critic.blocks = self.blocks
+        return critic
+
+
+def test_a_critic_of_weights_that_the_policy_trains_too_is_refused(
+    sqlite_url: str, tmp_path: Path
+) -> None:
+    algorithm, settings = build("ppo"), tb.TrainerSettings(checkpoints=tmp_path)
+    anyio.run(prepared, sqlite_url, algorithm)
+    options: dict[str, Any] = {"strategy": None, **stream_options(algorithm)}
+    with (
+        tb.open_train_stream(sqlite_url, experiment="run", **options) as stream,
+        pytest.raises(InvalidArgumentError, match=r"critic of SharedTrunk holds 8 weights"),
+    ):
+        tb.Trainer(stream, SharedTrunk(CONFIG), algorithm, settings)
 
 
 def test_a_reference_that_nothing_diverges_from_is_refused(sqlite_url: str, tmp_path: Path) -> None:

@@ -337,7 +337,7 @@ def require_trained(policy: Policy, optimizer: torch.optim.Optimizer | None) -> 
         )
     weights = list(policy.parameters())
     own, in_parts = {id(weight) for weight in weights}, [is_sharded(weight) for weight in weights]
-    trained = {id(weight) for weight in weights if weight.requires_grad}
+    trained = trained_weights(policy)
     held = own if optimizer is None else held_by(optimizer)
     unsaved: Mapping[str, Tensor] = getattr(policy, "unsaved", dict)()
     lost = [name for name, weight in unsaved.items() if id(weight) in held]
@@ -396,6 +396,13 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16:
 def held_by(optimizer: torch.optim.Optimizer) -> set[int]:
     """Return the ``id`` of every weight that ``optimizer`` steps."""
     return {id(weight) for group in optimizer.param_groups for weight in group["params"]}
+
+
+def trained_weights(model: Any, optimizer: torch.optim.Optimizer | None = None) -> set[int]:
+    """Return the ``id`` of each weight that ``optimizer`` trains; None: one of all weights."""
+    every: Any = getattr(model, "parameters", list)()
+    trained = {id(weight) for weight in every if weight.requires_grad}
+    return trained if optimizer is None else trained & held_by(optimizer)
 
 
 def new_critic(policy: Policy) -> Critic:

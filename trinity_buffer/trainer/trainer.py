@@ -47,10 +47,11 @@ from trinity_buffer.trainer.models import (
     require_readable,
     require_same_weights,
     require_trained,
+    trained_weights,
     value_loss,
     values_of,
 )
-from trinity_buffer.trainer.parallel import processes_here, unwrapped, whole
+from trinity_buffer.trainer.parallel import processes_here, whole
 from trinity_buffer.trainer.policy import Critic, Policy, Trainable
 from trinity_buffer.trainer.requirements import require_of, require_same_ranks, require_used
 
@@ -161,13 +162,13 @@ class Trainer:
         self._bits = SameBits(stream, self._processes, deterministic=settings.deterministic)
         policy = policy_of(model)
         require_trained(policy, optimizer)
-        if reference is not None and unwrapped(reference) is unwrapped(model):
-            raise InvalidArgumentError(
-                "reference= is the very model that is trained, from which every divergence would "
-                "be 0: leave it out for a copy of the model as it is now, or give a copy "
-                "(copy.deepcopy)"
-            )
         others = {"reference": reference, "teacher": teacher}
+        for of, one in others.items():
+            if trained_weights(policy, optimizer) & trained_weights(one):
+                raise InvalidArgumentError(
+                    f"{of}= is the very model that is trained, or shares weights with it, and so "
+                    "would change with each step: give a copy (copy.deepcopy), or leave it out"
+                )
         given = {of: None if one is None else type(one).__name__ for of, one in others.items()}
         if reference is not None:
             reference = policy_of(reference)
@@ -207,6 +208,12 @@ class Trainer:
         if self._algorithm.type.use_critic:
             critic = new_critic(policy)
             pair = (critic, settings.optimizer_of(critic, is_critic=True))
+            if twice := trained_weights(policy, self._optimizer) & trained_weights(critic):
+                raise InvalidArgumentError(
+                    f"the critic of {type(policy).__name__} holds {len(twice)} weights of the "
+                    "policy, which two optimizers would step: let its parameters() yield those of "
+                    "its own alone, or new_critic() copy them"
+                )
         if settings.seed is not None and rank:
             torch.manual_seed(settings.seed + rank)
         optimizer = settings.optimizer_of(policy) if self._optimizer is None else self._optimizer
