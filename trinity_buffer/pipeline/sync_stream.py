@@ -9,7 +9,7 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager, context
 from dataclasses import dataclass
 from functools import partial
 from threading import Thread
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import anyio
 from anyio.from_thread import BlockingPortal
@@ -27,43 +27,7 @@ from trinity_buffer.store.url import StoreURL
 T = TypeVar("T")
 
 
-class StepStream(CommitDoor[None], Protocol):
-    """The source of a trainer's steps: a live store, or the replay of one.
-
-    Attributes:
-        resume: the last commit, or None at the very beginning.
-        device: device of the tensors of its steps.
-    """
-
-    resume: Resume | None
-    device: str
-
-    def __iter__(self) -> Iterator[TrainStep]:
-        return self
-
-    def __next__(self) -> TrainStep: ...
-
-    def measure(self, measures: StepMeasures) -> None:
-        """Keep what was measured of a step that was delivered: its commit records that."""
-
-    def fail(self, error: Exception) -> None:
-        """Raise ``error``, from elsewhere, in the current or next wait for a step."""
-        ...
-
-    def uids(self, step: TrainStep, rows: Sequence[int]) -> list[str]:
-        """Return the uids of rows of a step, by their places in its manifest."""
-        ...
-
-    def leads(self) -> bool:
-        """Return whether this is rank 0 and still holds the lease, by the current store."""
-        ...
-
-    def finish(self, reason: str) -> None:
-        """Record that the experiment is finished: explorers and strategies that follow it end."""
-        ...
-
-
-class SyncTrainStream(StepStream):
+class SyncTrainStream(CommitDoor[None]):
     """An open stream; iterate over it. Made by `open_train_stream`.
 
     Attributes:
@@ -91,7 +55,9 @@ class SyncTrainStream(StepStream):
         self._experiment.database.owner.require_process()
         return self._portal.call(f, *args)
 
-    @override
+    def __iter__(self) -> Iterator[TrainStep]:
+        return self
+
     def __next__(self) -> TrainStep:
         self._experiment.database.owner.require_process(closed_too=True)
         step = self._stream.queue.get()
@@ -110,11 +76,10 @@ class SyncTrainStream(StepStream):
         """Carry out a `commit`."""
         self._call(self._stream.record, step, request)
 
-    @override
     def fail(self, error: Exception) -> None:
+        """Raise ``error``, from elsewhere, in the current or next wait for a step."""
         self._stream.fail(error)
 
-    @override
     def measure(self, measures: StepMeasures) -> None:
         """Keep what was measured of a step that was delivered: its commit records that."""
         self._stream.measure(measures)
@@ -143,17 +108,14 @@ class SyncTrainStream(StepStream):
         row = self._call(self._experiment.database.read, writer_queries.consumer_row, key, name)
         return None if row is None else row.config.get("rewards")
 
-    @override
     def uids(self, step: TrainStep, rows: Sequence[int]) -> list[str]:
         """Return the uids of rows of a step, by their places in its manifest."""
         return self._call(self._stream.uids, step, rows)
 
-    @override
     def leads(self) -> bool:
         """Return whether this is rank 0 and still holds the lease, by the current store."""
         return self._call(self._stream.leads)
 
-    @override
     def finish(self, reason: str) -> None:
         """Record that the experiment is finished: explorers and strategies that follow it end."""
         actor = self._stream.options.consumer

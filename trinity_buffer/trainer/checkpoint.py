@@ -36,7 +36,7 @@ from trinity_buffer.trainer import parallel
 from trinity_buffer.trainer.policy import AnyPolicy, Critic, Policy, Trainable, all_finite
 
 if TYPE_CHECKING:
-    from trinity_buffer.pipeline.sync_stream import StepStream
+    from trinity_buffer.pipeline.history.replay import StepStream
     from trinity_buffer.pipeline.train.step import TrainStep
 
 _logger = logging.getLogger(__name__)
@@ -599,7 +599,7 @@ class Commits:
         Args:
             step: that is committed.
             state: with its weights.
-            beside: what is recorded beside the checkpoint, see `StepStream.commit`.
+            beside: what is recorded beside the checkpoint, see `CommitDoor.commit`.
 
         Raises:
             CheckpointError, NonFiniteError: it cannot be written, or the one before could not.

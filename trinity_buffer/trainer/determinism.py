@@ -26,7 +26,7 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from trinity_buffer.errors import CheckpointError, TrainingError
-from trinity_buffer.pipeline.sync_stream import StepStream
+from trinity_buffer.pipeline.history.replay import StepStream
 from trinity_buffer.pipeline.train.step import (
     CUBLAS_WORKSPACE,
     TrainStep,

@@ -11,7 +11,6 @@ from typing import Any
 
 import anyio.to_thread
 from anyio.from_thread import BlockingPortal
-from typing_extensions import override
 
 from trinity_buffer.errors import InvalidArgumentError
 from trinity_buffer.events import BatchLeased, StepsCommitted
@@ -21,13 +20,13 @@ from trinity_buffer.pipeline.handle import fact_at
 from trinity_buffer.pipeline.load.columns import RowLoader
 from trinity_buffer.pipeline.load.reading import EventCache
 from trinity_buffer.pipeline.store import Experiment, open_store
-from trinity_buffer.pipeline.sync_stream import StepStream, in_portal
+from trinity_buffer.pipeline.sync_stream import SyncTrainStream, in_portal
 from trinity_buffer.pipeline.train.checkpoint import resolve_moved
 from trinity_buffer.pipeline.train.collate import collate_step
 from trinity_buffer.pipeline.train.microbatch import Mover, StepMemory
 from trinity_buffer.pipeline.train.options import Resume
 from trinity_buffer.pipeline.train.sampler import plan_again
-from trinity_buffer.pipeline.train.step import TrainStep
+from trinity_buffer.pipeline.train.step import CommitDoor, TrainStep
 from trinity_buffer.store import log, trainer_queries, writer_queries
 from trinity_buffer.store.rows import StepRow
 from trinity_buffer.store.url import StoreURL
@@ -182,7 +181,7 @@ Uids = Callable[[TrainStep, Sequence[int]], Awaitable[list[str]]]
 
 
 @dataclass(eq=False)
-class ReplayStream(StepStream):
+class ReplayStream(CommitDoor[None]):
     """Looks like a train stream to a trainer; commits go nowhere. Made by `open_replay_stream`.
 
     Attributes:
@@ -197,7 +196,9 @@ class ReplayStream(StepStream):
     device: str
     _repeat_skips: bool
 
-    @override
+    def __iter__(self) -> Iterator[TrainStep]:
+        return self
+
     def __next__(self) -> TrainStep:
         # StopAsyncIteration cannot pass through a portal.
         step: TrainStep | None = self._portal.call(anext, self._steps, None)
@@ -206,12 +207,10 @@ class ReplayStream(StepStream):
         step.skipped &= self._repeat_skips
         return step
 
-    @override
     def uids(self, step: TrainStep, rows: Sequence[int]) -> list[str]:
         """Return the uids of rows of a step, by their places in its manifest."""
         return self._portal.call(self._uids, step, rows)
 
-    @override
     def leads(self) -> bool:
         """Return True: a replay has no lease to lose."""
         return True
@@ -220,6 +219,10 @@ class ReplayStream(StepStream):
         """Change nothing: a replay leaves the store as it is, and no other rank waits for it."""
 
     record = measure = fail = finish = _change_nothing
+
+
+StepStream = SyncTrainStream | ReplayStream
+"""The source of a trainer's steps: a live store, or the replay of one."""
 
 
 @asynccontextmanager
