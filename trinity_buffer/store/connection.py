@@ -329,7 +329,7 @@ class Database:
         self._checkpointer = Checkpointer(self.path) if writes_file else None
         self._queue = WriterQueue(self.path) if writes_file else None
         self.connections: ConnectionPool | Server
-        self.changes: transaction.Changes
+        self.changes: SQLiteChanges | PostgresChanges
         self.owner: transaction.Owner
         self._any_revision = False
         self._still = False

@@ -17,13 +17,12 @@ import anyio
 import anyio.from_thread
 import anyio.to_thread
 from sqlalchemy.engine import URL
-from typing_extensions import override
 
 from trinity_buffer.lazy import extra
 from trinity_buffer.store import postgres
 from trinity_buffer.store.postgres import CHANNEL, Outage, connect, cut, cut_after, driver_errors
 from trinity_buffer.store.sqlite import StoreFiles, dbapi2, uri_of
-from trinity_buffer.store.transaction import Changes, Owner, foreign_errors
+from trinity_buffer.store.transaction import Owner, foreign_errors
 
 if TYPE_CHECKING:
     import psycopg
@@ -36,6 +35,32 @@ ANSWERS_WITHIN_S = 10.0
 
 SLOWEST_WATCHED_POLL_S = 0.05
 """A safety net where the kernel tells of writes."""
+
+
+class Changes:
+    """Wakes tasks that wait for the next commit.
+
+    The pattern: take ``state()``, read, and if there was nothing, ``await changed(state)``: a
+    commit between the two returns at once. The wait may return early; callers read again.
+
+    Args:
+        owner: may ask; once it is closed, every call fails, those that wait included.
+    """
+
+    def __init__(self, owner: Owner) -> None:
+        self._owner = owner
+        self._own = 0
+        self._event = asyncio.Event()
+
+    def notify(self, commits: int = 1) -> None:
+        """Wake tasks of this process: its own commits do not reach it through the database.
+
+        Args:
+            commits: 0 where they are to look whether there was one.
+        """
+        self._own += commits
+        self._event.set()
+        self._event = asyncio.Event()
 
 
 class SQLiteChanges(Changes):
@@ -57,9 +82,8 @@ class SQLiteChanges(Changes):
         self._watch: int | None = None
         self._num_waiting = 0
 
-    @override
     async def state(self) -> tuple[int, int]:
-        """Return (own commits, the others' commits)."""
+        """Return a mark of the database as it is now: (own commits, the others' commits)."""
         self._owner.require()
         self._files.check()  # of a file that is gone no news would ever come
         try:
@@ -69,9 +93,10 @@ class SQLiteChanges(Changes):
                 raise
         return self._own, version
 
-    @override
     async def changed(self, state: tuple[int, int], timeout_s: float | None = None) -> None:
-        """Look after each write, and every 1 to 8 (with a watch: 50) ms, until the version moves.
+        """Return once there was a commit after ``state`` was taken, or after ``timeout_s``.
+
+        Looks after each write, and every 1 to 8 (with a watch: 50) ms, until the version moves.
 
         A write is heard before its commit is visible: then the looks follow each other quickly.
         """
@@ -107,7 +132,6 @@ class SQLiteChanges(Changes):
         drain(watch)
         self.notify(0)
 
-    @override
     async def close(self) -> None:
         """Close the polling connection."""
         if self._owner.forked:
@@ -181,16 +205,17 @@ class PostgresChanges(Changes):
             self._driver.close()
             self._driver = None
 
-    @override
     async def state(self) -> tuple[int, int]:
-        """Return (own commits, notifications heard)."""
+        """Return a mark of the database as it is now: (own commits, notifications heard)."""
         self._owner.require()
         await self._listen()
         return self._own, self._others
 
-    @override
     async def changed(self, state: tuple[int, int], timeout_s: float | None = None) -> None:
-        """Wait for a notification, and look now and then whether one could still come."""
+        """Return once there was a commit after ``state`` was taken, or after ``timeout_s``.
+
+        Waits for a notification, and looks now and then whether one could still come.
+        """
         with anyio.move_on_after(timeout_s):
             while (self._own, self._others) == state:
                 event = self._event
@@ -221,7 +246,6 @@ class PostgresChanges(Changes):
             self._others += 1
             self.notify(0)
 
-    @override
     async def close(self) -> None:
         """Close the listening connection; that the server is gone is no error any more."""
         self.notify()

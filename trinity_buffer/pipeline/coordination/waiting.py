@@ -472,7 +472,7 @@ class ReportedWait:
     async def changed(self, state: tuple[int, int], timeout_s: float = math.inf) -> None:
         """Return after a commit later than ``state``, after ``timeout_s``, or spuriously.
 
-        Like `Changes.changed`: the caller checks again, and calls again.
+        Like ``changes.changed``: the caller checks again, and calls again.
 
         Raises:
             RunStalledError: no progress for too long.
