@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import trinity_buffer as tb
+from trinity_buffer.algorithm import build
 from trinity_buffer.demo.tiny_model import make_tiny_model
 from trinity_buffer.explorer.local_model import load_causal_lm
 
@@ -21,6 +22,8 @@ PAGE = (Path(__file__).parents[2] / "docs" / "training.md").read_text()
     PAGE,
     re.DOTALL | re.MULTILINE,
 )
+
+(LOSS,) = re.findall(r"`loss, metrics = (build\(.*batch\))`", PAGE)
 
 Loss = Callable[[torch.nn.Module, Any], torch.Tensor]
 
@@ -89,3 +92,53 @@ def test_the_loop_of_the_page_goes_on_from_what_it_saved_and_explorers_follow(
     (version, again), (_, whole) = weights(urls[1]), weights(urls[0])
     assert version == 4
     assert all(torch.equal(again[name], weight) for name, weight in whole.items())
+
+
+async def fill_unevenly(url: str) -> None:
+    async with tb.open_store(url) as store:
+        experiment = await store.experiment("sort", config={"rollouts_per_group": 4})
+        rows = [
+            tb.Experience(
+                eid=tb.EID("b", task, run),
+                tokens=range(3, 6 + run + 3 * task),
+                prompt_length=2,
+                logprobs=[-0.1] * (1 + run + 3 * task),
+                reward=float(run == 0),
+            )
+            for task in range(2)
+            for run in range(4)
+        ]
+        await experiment.writer("e0").write(rows)
+        await tb.run_strategy(experiment, "grpo")
+
+
+def test_the_loss_of_the_page_has_one_gradient_however_a_step_is_cut(
+    tmp_path: Path, sqlite_url: str
+) -> None:
+    make_tiny_model(tmp_path, width=16, layers=1, heads=2)
+    model = load_causal_lm(tmp_path)
+    anyio.run(fill_unevenly, sqlite_url)
+    made: list[tuple[int, torch.Tensor]] = []
+    for layout in ("padded", "packed"):
+        for tokens in (None, 20):
+            with tb.open_train_stream(
+                sqlite_url,
+                experiment="sort",
+                strategy="grpo",
+                consumer=f"{layout}-{tokens}",
+                groups_per_step=2,
+                layout=layout,
+                tokens_per_microbatch=tokens,
+            ) as stream:
+                step = next(stream)
+                for batch in step.microbatches:
+                    names = {"build": build, "tb": tb, "model": model, "batch": batch}
+                    eval(LOSS, names)[0].backward()
+            gradient = torch.cat([one.grad.flatten() for one in model.parameters()])
+            made.append((len(step.microbatches), gradient))
+            model.zero_grad()
+    (pieces, whole), *others = made
+    assert pieces == 1
+    assert [count > 1 for count, _ in others] == [True, False, True]
+    for _, gradient in others:
+        assert (gradient - whole).abs().max() <= 1e-4 * whole.abs().max()

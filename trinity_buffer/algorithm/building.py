@@ -212,13 +212,15 @@ class Algorithm:
             logprob: of the policy, with the shape of the micro-batch's tokens.
             batch: the micro-batch, under our names.
             entropy: of the policy at each token; may be missing where its coefficient is 0.
-            layout: boundaries of the rows and denominators of the step.
+            layout: boundaries of the rows and denominators of the step; None: those that a
+                micro-batch of a stream brings.
             weigh: hears, in the backward pass, of ``d policy / d logprob``, with its shape.
 
         Raises:
             InvalidArgumentError: a tensor is missing; the message names it and who needs it.
         """
-        reader, corrected, metrics = self.policy_loss, batch, dict[str, Tensor]()
+        layout = layout or getattr(batch, "layout", None)
+        reader, own, corrected, metrics = self.policy_loss, logprob, batch, dict[str, Tensor]()
         if self.choices["importance_correction"].name != "none":
             compared = ("old_logprob", "rollout_logprob", "action_mask")
             require_recorded(batch, self.correction, compared)
@@ -227,7 +229,6 @@ class Algorithm:
             corrected = {**batch, "advantages": needed(batch, "advantages", reader) * weights}
         require_recorded(batch, reader, reader.select_keys)
         tensors = {key: needed(corrected, key, reader) for key in reader.select_keys}
-        own = logprob
         if logprob.requires_grad:
             own = logprob.view_as(logprob)  # a node of its own: its gradient is this term's alone
             if weigh is not None:
