@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeAlias
 
 import numpy as np
@@ -99,6 +99,7 @@ __all__ = [
     "Key",
     "group_by",
     "order_of",
+    "split_dpo_experience",
 ]
 
 ExperienceType = Literal["single_turn", "multi_turn", "dpo"]
@@ -423,6 +424,38 @@ def group_by(
     for experience in experiences:
         groups.setdefault(getattr(experience.eid, attribute), []).append(experience)
     return groups
+
+
+def split_dpo_experience(experience: Experience) -> tuple[Experience, Experience]:
+    """Return the chosen and the rejected half of a ``dpo`` experience, as single-turn experiences.
+
+    The prompt and the reward are shared; suffixes end in ``c`` and ``r``, so that both have an
+    address of their own.
+
+    Raises:
+        InvalidExperienceError: it is of another type.
+    """
+    if experience.chosen is None or experience.rejected is None:
+        raise errors.InvalidExperienceError(
+            f"experience {experience.eid.uid}: chosen or rejected is missing, it is not a pair"
+        )
+    return (
+        _half(experience, "c", experience.chosen, experience.chosen_messages),
+        _half(experience, "r", experience.rejected, experience.rejected_messages),
+    )
+
+
+def _half(pair: Experience, mark: str, response: Tensor, messages: Messages | None) -> Experience:
+    return Experience(
+        eid=replace(pair.eid, suffix=pair.eid.suffix + mark),
+        tokens=torch.cat([pair.tokens, response]),
+        prompt_length=len(pair.tokens),
+        reward=pair.reward,
+        info=dict(pair.info),
+        metrics=dict(pair.metrics),
+        prompt_text=pair.prompt_text,
+        messages=messages,
+    )
 
 
 def _deep_copied(value: Any, memo: dict[int, Any]) -> Any:

@@ -9,7 +9,7 @@ import torch
 
 from tests.raw_store import decode_experiences, encode_experiences
 from trinity_buffer.errors import InvalidArgumentError, InvalidExperienceError
-from trinity_buffer.experience import EID, Experience, group_by
+from trinity_buffer.experience import EID, Experience, group_by, split_dpo_experience
 
 
 def stored(*families: str) -> Experience:
@@ -232,6 +232,18 @@ def test_groups_keep_the_order_of_first_appearance() -> None:
 def test_grouping_by_something_else_is_refused() -> None:
     with pytest.raises(ValueError, match="Unknown id_type: 'suffix'"):
         group_by([], "suffix")  # type: ignore[arg-type]  # that is the point
+
+
+def test_a_pair_splits_into_two_single_turns() -> None:
+    pair = Experience(eid=EID(1, 2, 3), tokens=[1, 2, 3], chosen=[4, 5], rejected=[6], reward=0.5)
+    chosen, rejected = split_dpo_experience(pair)
+    assert (chosen.tokens.tolist(), rejected.tokens.tolist()) == ([1, 2, 3, 4, 5], [1, 2, 3, 6])
+    assert chosen.action_mask is not None
+    assert chosen.action_mask.tolist() == [True, True]
+    assert {e.prompt_length for e in (chosen, rejected)} == {3}
+    assert {e.reward for e in (chosen, rejected)} == {0.5}
+    assert chosen.eid.rid == rejected.eid.rid == pair.eid.rid
+    assert chosen.eid != rejected.eid
 
 
 def test_what_people_read_holds_no_tensors() -> None:
