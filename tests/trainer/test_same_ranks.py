@@ -15,7 +15,7 @@ from typing_extensions import override
 
 from tests.trainer.data import CONFIG, policy, prepared
 from tests.trainer.two_ranks import RankOfTwo
-from trinity_buffer import open_train_stream
+from trinity_buffer import open_replay_stream, open_train_stream
 from trinity_buffer.algorithm import build
 from trinity_buffer.demo.policy import TransformerCritic, TransformerPolicy
 from trinity_buffer.errors import InvalidArgumentError
@@ -141,3 +141,31 @@ def test_ranks_begin_with_one_critic_and_random_numbers_of_their_own(
     # What each rank says of policy and critic, before the first step.
     assert len(gathered) == 4
     assert gathered[:2] == gathered[2:]
+
+
+@pytest.mark.parametrize(("rank", "ranks"), [(3, 1), (1, 1), (-1, 2), (2, 2)])
+def test_a_replay_on_a_rank_that_there_is_not_is_refused(
+    rank: int, ranks: int, sqlite_url: str
+) -> None:
+    """Its steps would have no rows."""
+    anyio.run(prepared, sqlite_url, build("grpo"))
+    with open_train_stream(sqlite_url, experiment="run", strategy="grpo") as stream:
+        stream.commit(next(stream))
+    with (
+        open_replay_stream(sqlite_url, experiment="run", rank=rank, world_size=ranks) as replay,
+        pytest.raises(InvalidArgumentError, match=f"rank={rank} of world_size={ranks}: ranks"),
+    ):
+        next(replay)
+
+
+def test_a_trainer_of_one_process_takes_no_part_of_a_replay(
+    sqlite_url: str, tmp_path: Path
+) -> None:
+    anyio.run(prepared, sqlite_url, build("grpo"))
+    with open_train_stream(sqlite_url, experiment="run", strategy="grpo") as stream:
+        stream.commit(next(stream))
+    with (
+        open_replay_stream(sqlite_url, experiment="run", world_size=2) as replay,
+        pytest.raises(InvalidArgumentError, match="its stream was opened as rank 0 of 2"),
+    ):
+        Trainer(replay, policy(), build("grpo"), TrainerSettings(checkpoints=tmp_path))

@@ -9,6 +9,7 @@ from trinity_buffer.algorithm import ADD_STRATEGY, Algorithm
 from trinity_buffer.algorithm.arguments import made
 from trinity_buffer.errors import InvalidArgumentError
 from trinity_buffer.pipeline.annotate.consumer import RECORDED as RECORDED_SET
+from trinity_buffer.pipeline.history.replay import ReplayStream
 from trinity_buffer.pipeline.sync_stream import SyncTrainStream
 from trinity_buffer.trainer.parallel import Processes
 from trinity_buffer.writer import StagedWriter
@@ -25,14 +26,16 @@ RECORDED = frozenset({"logprobs", "reward"})
 """What our own explorers record of a run beside its tokens."""
 
 
-def require_same_ranks(stream: SyncTrainStream, processes: Processes) -> None:
+def require_same_ranks(stream: SyncTrainStream | ReplayStream, processes: Processes) -> None:
     """Raise unless a stream serves each of the processes whose gradients are averaged its own part.
 
     Raises:
         InvalidArgumentError: it does not: rows would be trained twice, or gradients be of a part.
     """
-    here, served = processes, stream.options
-    if (here.rank, here.world_size) != (served.rank, served.world_size):
+    here, served = processes, stream.options if isinstance(stream, SyncTrainStream) else stream
+    # The whole of a replay is of use to every process.
+    is_whole = isinstance(stream, ReplayStream) and stream.world_size == 1
+    if not is_whole and (here.rank, here.world_size) != (served.rank, served.world_size):
         raise InvalidArgumentError(
             f"this process is rank {here.rank} of {here.world_size} in torch.distributed, and its "
             f"stream was opened as rank {served.rank} of {served.world_size}: give "

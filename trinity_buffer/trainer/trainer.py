@@ -151,8 +151,8 @@ class Trainer:
         self._settings = settings
         self._optimizer = optimizer
         self._processes = processes_here()
+        require_same_ranks(stream, self._processes)
         if isinstance(stream, SyncTrainStream):
-            require_same_ranks(stream, self._processes)
             stream.require_commits(settings.commit_every_steps, "commit_every_steps")
         if self._coefficients() and self._processes.world_size > 1:
             raise InvalidArgumentError(

@@ -52,10 +52,13 @@ async def replayed_steps(
         needs: of another algorithm than the run's; with ``advantages``, steps need some.
 
     Raises:
-        InvalidArgumentError: no such trainer, or steps that it was not handed or that lack needs.
+        InvalidArgumentError: no such trainer or rank, or steps that it was not handed or that lack
+            needs.
         ArchivedSegmentError, CodecError, DamagedSegmentError: rows of a step cannot be read; the
             message names the step and some of them.
     """
+    if not 0 <= rank < world_size:
+        raise InvalidArgumentError(f"rank={rank} of world_size={world_size}: ranks count from 0")
     database, key = experiment.database, experiment.key
     row = await database.read(writer_queries.consumer_row, key, consumer)
     if row is None or row.kind != "trainer":
@@ -187,6 +190,7 @@ class ReplayStream(CommitDoor[None]):
     Attributes:
         resume: where the replay begins: the given checkpoint, or None for the very beginning.
         device: where the tensors of its steps are.
+        rank, world_size: whose part of each step it serves.
     """
 
     _portal: BlockingPortal
@@ -194,6 +198,8 @@ class ReplayStream(CommitDoor[None]):
     _uids: Uids
     resume: Resume | None
     device: str
+    rank: int
+    world_size: int
     _repeat_skips: bool
 
     def __iter__(self) -> Iterator[TrainStep]:
@@ -260,4 +266,5 @@ def open_replay_stream(
     resume = None if from_checkpoint is None else Resume(first - 1, from_checkpoint, None, b"")
     with in_portal(_opened(url, experiment, options)) as (portal, (steps, uids)):
         device = str(options.get("device", "cpu"))
-        yield ReplayStream(portal, steps, uids, resume, device, repeat_skips)
+        ranks = (options.get("rank", 0), options.get("world_size", 1))
+        yield ReplayStream(portal, steps, uids, resume, device, *ranks, repeat_skips)
