@@ -94,7 +94,7 @@ def train(
             policy(),
             algorithm,
             TrainerSettings(checkpoints=folder, max_steps=max_steps, **settings),
-            teacher=policy(2) if "teacher_logprob" in algorithm.reads else None,
+            teacher=policy(2),
         )
         trainer.run(reports.append)
     return trainer, reports

@@ -62,9 +62,9 @@ def trained(folder: Path, rank: int, ranks: int, algorithm: Algorithm) -> list[d
         settings = TrainerSettings(
             checkpoints=folder / f"ranks-{ranks}", max_steps=STEPS, learning_rate=0.02
         )
-        others: dict[str, Any] = {"reference": policy(1)} if algorithm.needs_reference else {}
-        others |= {"teacher": policy(2)} if "teacher_logprob" in algorithm.reads else {}
-        trainer = Trainer(stream, model, algorithm, settings, **others)
+        trainer = Trainer(
+            stream, model, algorithm, settings, reference=policy(1), teacher=policy(2)
+        )
 
         def broken(gradient: torch.Tensor) -> torch.Tensor:
             here = rank == ranks - 1 and len(reports) + 1 == NOT_FINITE

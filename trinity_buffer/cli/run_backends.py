@@ -30,7 +30,7 @@ from trinity_buffer.pipeline.config import ModelConfig, RolloutOptions, RunConfi
 from trinity_buffer.pipeline.store import Experiment
 from trinity_buffer.trainer.causal_lm import CausalLM
 from trinity_buffer.trainer.policy import in_eval_mode
-from trinity_buffer.trainer.requirements import require, require_used, strategy_of
+from trinity_buffer.trainer.requirements import require, strategy_of, unread_models
 from trinity_buffer.user_code import failed, kind_of, look_in
 
 
@@ -95,7 +95,9 @@ def require_run(
     if explores is not None:
         require_policies(config)
         backend_for(config).require(explores=explores)
-        require_used(algorithm, reference=config.reference, teacher=config.teacher)
+        models = {"reference": config.reference, "teacher": config.teacher}
+        for message in unread_models(algorithm, **models):
+            raise InvalidArgumentError(message)
 
 
 def require_policies(config: RunConfig) -> None:

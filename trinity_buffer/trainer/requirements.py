@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import logging
+from collections.abc import Collection, Iterator
 from typing import Any
 
 from trinity_buffer.algorithm import ADD_STRATEGY, Algorithm
@@ -13,6 +14,8 @@ from trinity_buffer.pipeline.history.replay import ReplayStream
 from trinity_buffer.pipeline.sync_stream import SyncTrainStream
 from trinity_buffer.trainer.parallel import Processes
 from trinity_buffer.writer import StagedWriter
+
+_logger = logging.getLogger(__name__)
 
 COMPARE_RUNS = frozenset(
     {
@@ -133,18 +136,27 @@ def require(
         raise InvalidArgumentError(f"algorithm {algorithm.name!r} needs {', and '.join(needed)}")
 
 
-def require_used(algorithm: Algorithm, *, reference: str | None, teacher: str | None) -> None:
-    """Raise InvalidArgumentError if nothing reads a frozen model, of which that is the name."""
+def unread_models(
+    algorithm: Algorithm, *, reference: str | None, teacher: str | None
+) -> Iterator[str]:
+    """Yield a sentence about each frozen model, of which that is the name, that nothing reads."""
     if reference is not None and not algorithm.needs_reference:
-        raise InvalidArgumentError(
+        yield (
             f"reference={reference!r}: algorithm {algorithm.name!r} measures no divergence: "
             "choose a kl_loss_fn whose kl_coef is not 0, or leave reference out"
         )
     if teacher is not None and "teacher_logprob" not in algorithm.reads:
-        raise InvalidArgumentError(
+        yield (
             f"teacher={teacher!r}: algorithm {algorithm.name!r} distils nothing: choose one that "
             "does, such as on_policy_distill, or leave it out (null)"
         )
+
+
+def warn_of_unread(algorithm: Algorithm, **models: object) -> None:
+    """Warn of each frozen model that nothing reads: one script may train many algorithms."""
+    names = {role: None if m is None else type(m).__name__ for role, m in models.items()}
+    for message in unread_models(algorithm, **names):
+        _logger.warning("%s", message)
 
 
 def require_of(algorithm: Algorithm, stream: SyncTrainStream, *, teacher: bool) -> None:

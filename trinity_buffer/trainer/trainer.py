@@ -53,7 +53,7 @@ from trinity_buffer.trainer.models import (
 )
 from trinity_buffer.trainer.parallel import processes_here, whole
 from trinity_buffer.trainer.policy import Critic, Policy, Trainable
-from trinity_buffer.trainer.requirements import require_of, require_same_ranks, require_used
+from trinity_buffer.trainer.requirements import require_of, require_same_ranks, warn_of_unread
 
 KEPT_CHECKPOINTS = 2
 """Of the newest steps that are committed: what a trainer resumes from, and what explorers load."""
@@ -169,7 +169,6 @@ class Trainer:
                     f"{of}= is the very model that is trained, or shares weights with it, and so "
                     "would change with each step: give a copy (copy.deepcopy), or leave it out"
                 )
-        given = {of: None if one is None else type(one).__name__ for of, one in others.items()}
         if reference is not None:
             reference = policy_of(reference)
         elif algorithm.needs_reference:
@@ -197,7 +196,7 @@ class Trainer:
             raise InvalidArgumentError(f"algorithm {algorithm.name!r} needs a critic model")
         if isinstance(stream, SyncTrainStream):  # a replay lacks nothing that the run had
             require_of(algorithm, stream, teacher=teacher is not None)
-            require_used(algorithm, **given)
+            warn_of_unread(algorithm, reference=reference, teacher=teacher)
 
     def _begun(self, policy: Policy, resume: Resume | None) -> TrainerState[Any]:
         """Return the state after the last commit, or that of the beginning."""
