@@ -166,8 +166,14 @@ def takes_old_names(kind: type[O]) -> type[O]:
     init = kind.__init__
 
     @wraps(init)
-    def init_renamed(self: O, **options: Any) -> None:
-        init(self, **renamed(options))
+    def init_renamed(self: O, **written: Any) -> None:
+        options = renamed(written)
+        if unknown := sorted(options.keys() - option_types(kind)):
+            raise InvalidArgumentError(
+                f"{kind.__name__} takes no argument {unknown[0]!r} (accepted: "
+                f"{', '.join(sorted(option_types(kind)))})"
+            )
+        init(self, **options)
 
     kind.__init__ = init_renamed  # type: ignore[method-assign, assignment]  # with the same keywords
     return kind

@@ -10,6 +10,7 @@ from typing import Any
 
 import anyio
 import pytest
+import torch
 
 from tests.contract.making import group, kinds, opened
 from tests.handles import Experiment, TrainStep, TrainStream
@@ -397,6 +398,16 @@ async def test_a_checkpoint_that_is_written_over_the_last_one_is_warned_of(
     (said,) = caplog.messages
     assert "the checkpoint of step 2 was written over that of step 1" in said
     assert "give each step a path of its own" in said
+
+
+async def test_a_metric_may_be_a_tensor_of_one_number(sqlite_url: str) -> None:
+    loss: Any = torch.tensor(1.5, requires_grad=True)
+    async with annotated(sqlite_url) as experiment:
+        async with experiment.train_stream(**OPTIONS) as stream:
+            await stream.commit(await anext(stream), metrics={"loss": loss})
+        async with experiment.train_stream(**OPTIONS) as stream:
+            assert stream.resume is not None
+            assert stream.resume.metrics["loss"] == 1.5
 
 
 async def test_a_metric_that_is_no_number_is_named(sqlite_url: str) -> None:

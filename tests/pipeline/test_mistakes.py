@@ -14,11 +14,12 @@ from unittest.mock import patch
 import anyio
 import pytest
 import torch
+from typing_extensions import override
 
 import trinity_buffer as tb
 from tests.contract.making import group, living, opened, rollout
 from tests.handles import Experiment
-from trinity_buffer.algorithm import build
+from trinity_buffer.algorithm import AddStrategy, PolicyLossFn, build
 from trinity_buffer.errors import TrinityBufferError
 
 SPEAKS_WITHIN_S = 6.0
@@ -94,6 +95,25 @@ async def _the_trainer_of_a_stream(scene: Scene) -> None:
 async def _no_set_at_all(scene: Scene) -> None:
     async with scene.experiment.train_stream():
         pass
+
+
+@mistake(r"a train stream needs experiment=, its name: .* holds run")
+async def _no_experiment_at_all(scene: Scene) -> None:
+    def open_without() -> None:
+        with tb.open_train_stream(scene.url, strategy="grpo"):  # type: ignore[call-arg]
+            pass
+
+    await anyio.to_thread.run_sync(open_without)
+
+
+@mistake(r"TrainerSettings takes no argument 'lr' \(accepted: .*learning_rate")
+async def _a_setting_of_the_trainer_that_there_is_not(scene: Scene) -> None:
+    tb.TrainerSettings(checkpoints=Path("checkpoints"), lr=1e-3)  # type: ignore[call-arg]
+
+
+@mistake(r"device='gpu': torch knows no such device; give cpu, cuda, or one GPU, such as cuda:1")
+async def _a_device_that_there_is_not(scene: Scene) -> None:
+    await first_step(scene, device="gpu")
 
 
 @mistake(r"run_strategy takes no argument 'group_timeout'; did you mean 'group_timeout_s'.* name, ")
@@ -239,6 +259,51 @@ async def _the_same_again(scene: Scene) -> None:
         async with scene.experiment.train_stream(strategy="grpo") as stream:
             async for step in stream:
                 await stream.commit(step)
+
+
+class Uninitialised(AddStrategy):
+    """Has a constructor of its own."""
+
+    def __init__(self, writer: tb.BufferWriter) -> None:
+        self.scale = 2.0
+
+    @override
+    async def add(self, experiences: list[tb.Experience], step: int) -> tuple[int, dict[str, Any]]:
+        """Write all."""
+        await self.writer.write(experiences)
+        return len(experiences), {}
+
+
+@mistake(r"Uninitialised has no writer: call super\(\).__init__\(writer\) in its __init__")
+async def _a_strategy_that_does_not_call_its_base(scene: Scene) -> None:
+    await tb.run_strategy(scene.experiment, Uninitialised)
+
+
+class PerToken(PolicyLossFn):
+    """Returns what is to be summed up."""
+
+    @override
+    def __call__(
+        self, logprob: torch.Tensor, advantages: torch.Tensor, **_: Any
+    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        return -logprob * advantages, {}
+
+
+@mistake(
+    r"the loss of PerToken returned a tensor of shape \[4, \d+\]: it must be one number, .*aggr"
+)
+async def _a_loss_for_each_token(scene: Scene) -> None:
+    (microbatch,) = (await first_step(scene)).microbatches
+    logprob = torch.zeros_like(microbatch["action_mask"], dtype=torch.float32)
+    algorithm = build("grpo", policy_loss_fn=PerToken, kl_loss_fn="none", entropy_loss_fn="none")
+    algorithm.loss(logprob.requires_grad_(), microbatch)
+
+
+@mistake(r"metrics=\{'losses': tensor.*: each must be a number, such as float\(loss\)")
+async def _losses_as_a_metric(scene: Scene) -> None:
+    async with scene.experiment.train_stream(strategy="grpo") as stream:
+        metrics: Any = {"losses": torch.ones(2)}
+        await stream.commit(await anext(stream), metrics=metrics)
 
 
 # -- several at once

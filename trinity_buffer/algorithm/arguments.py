@@ -175,12 +175,17 @@ def made(cls: Callable[..., Made], *parts: Any, **arguments: Any) -> Made:
                 f"{name}({argument}={arguments[argument]!r}): it must be of the type {text}"
             )
     try:
-        return cls(*parts, **arguments)
+        part = cls(*parts, **arguments)
     except InvalidArgumentError:
         raise
     except (TypeError, ValueError) as error:
         listed = ", ".join(f"{key}={value!r}" for key, value in arguments.items())
         raise InvalidArgumentError(f"{name}({listed}): {error}") from error
+    if parts and not hasattr(part, "writer"):  # of a strategy
+        raise InvalidArgumentError(
+            f"{name} has no writer: call super().__init__(writer) in its __init__"
+        )
+    return part
 
 
 @dataclass_transform(eq_default=False, field_specifiers=(field,))

@@ -15,7 +15,7 @@ import anyio
 from anyio.from_thread import BlockingPortal
 from typing_extensions import override
 
-from trinity_buffer.errors import UnknownExperimentError
+from trinity_buffer.errors import InvalidArgumentError, UnknownExperimentError
 from trinity_buffer.pipeline.store import Experiment, open_store
 from trinity_buffer.pipeline.train.options import Resume, StreamOptions, takes
 from trinity_buffer.pipeline.train.step import Commit, CommitDoor, StepMeasures, TrainStep
@@ -124,9 +124,14 @@ class SyncTrainStream(CommitDoor[None]):
 
 @asynccontextmanager
 async def _opened(
-    url: StoreURL, *, experiment: str, **options: Any
+    url: StoreURL, *, experiment: str | None = None, **options: Any
 ) -> AsyncIterator[tuple[TrainStream, Experiment]]:
     async with open_store(url, create=False) as store:
+        if experiment is None:
+            held = ", ".join(await store.experiments()) or "none"
+            raise InvalidArgumentError(
+                f"a train stream needs experiment=, its name: {store.url} holds {held}"
+            )
         try:
             handle = await store.experiment(experiment)
         except UnknownExperimentError as error:

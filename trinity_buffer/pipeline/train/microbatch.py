@@ -21,7 +21,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from trinity_buffer.algorithm.layout import BatchLayout
-from trinity_buffer.errors import TrainingError
+from trinity_buffer.errors import InvalidArgumentError, TrainingError
 from trinity_buffer.limits import sizes
 from trinity_buffer.pipeline.load.columns import Array
 
@@ -322,9 +322,19 @@ class Mover:
 
     Args:
         device: the target device.
+
+    Raises:
+        InvalidArgumentError: torch knows no such device.
     """
 
     def __init__(self, device: str) -> None:
+        try:
+            torch.device(device)
+        except RuntimeError as error:
+            raise InvalidArgumentError(
+                f"device={device!r}: torch knows no such device; give cpu, cuda, or one GPU, such "
+                "as cuda:1"
+            ) from error
         self._named = device
         self._is_here = device == "cpu"
         # Always moved ahead: an error has to name its rows even when the device has no memory left.

@@ -582,9 +582,10 @@ NON_FINITE = "non_finite"
 
 def finite(metrics: Mapping[str, float]) -> dict[str, float]:
     """Return the finite metrics: events hold no NaN or infinity."""
-    try:
-        return {name: value for name, value in metrics.items() if math.isfinite(value)}
-    except TypeError:
+    try:  # a number of torch's has an item()
+        numbers = {n: v.item() if hasattr(v, "item") else v for n, v in metrics.items()}
+        return {name: value for name, value in numbers.items() if math.isfinite(value)}
+    except (AttributeError, RuntimeError, TypeError, ValueError):
         raise InvalidArgumentError(
             f"metrics={metrics!r:.200}: each must be a number, such as float(loss)"
         ) from None
