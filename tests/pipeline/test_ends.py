@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import sys
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
+from typing import Any
 
 import anyio
 import pytest
@@ -13,7 +14,7 @@ from tests.contract.making import group, opened
 from tests.handles import Experiment
 from tests.pipeline.test_waits import NOBODY, spoken, train
 from tests.raw_store import note_presence, rows
-from trinity_buffer import open_store, run_strategy
+from trinity_buffer import open_store, open_train_stream, run_strategy
 from trinity_buffer.experience import EID, Experience
 from trinity_buffer.pipeline.coordination.waiting import UNSEEN_S
 
@@ -147,3 +148,31 @@ async def test_a_loop_that_never_commits_its_last_steps_is_told(
     said = [line for line in caplog.messages if "without a commit" in line]
     assert len(said) == bool(left)
     assert all(f"trainer 'trainer' ended without a commit of {left}: the next" in s for s in said)
+
+
+@pytest.mark.parametrize("by", ["break", "error", "commit"])
+def test_a_loop_that_is_left_before_the_end_is_told_what_it_did_not_commit(
+    sqlite_url: str, caplog: pytest.LogCaptureFixture, by: str
+) -> None:
+    async def written() -> None:
+        async with open_store(sqlite_url) as store:
+            experiment = await store.experiment("x", config={"rollouts_per_group": 2})
+            rollouts = [e for t in range(4) for e in group(task=t, runs=2)]
+            await experiment.writer("e0").write(rollouts)
+            await run_strategy(experiment, "grpo")
+
+    anyio.run(written)
+    options: dict[str, Any] = {"strategy": "grpo", "groups_per_step": 1}
+    with (
+        suppress(ZeroDivisionError),
+        open_train_stream(sqlite_url, experiment="x", **options) as stream,
+    ):
+        for step in stream:
+            if step.step == 1 or by == "commit":
+                stream.commit(step)
+            if step.step == 3:
+                if by == "error":
+                    raise ZeroDivisionError
+                break
+    said = [line for line in caplog.messages if "ended without a commit of steps 2 to 3" in line]
+    assert len(said) == (by == "break")  # an error tells enough

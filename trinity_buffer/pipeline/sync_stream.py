@@ -161,7 +161,11 @@ def open_train_stream(url: StoreURL, **options: Any) -> Iterator[SyncTrainStream
         UnknownExperimentError: it holds no experiment of this name.
     """
     with in_portal(_opened(url, **options)) as (portal, (stream, handle)):
-        yield SyncTrainStream(portal, stream, handle)
+        try:
+            yield SyncTrainStream(portal, stream, handle)
+        except BaseException:
+            stream.failed = True
+            raise
 
 
 @contextmanager

@@ -254,7 +254,6 @@ class StepQueue:
 
     Attributes:
         num_put: number of steps put.
-        is_through: the reader was told of the end.
     """
 
     def __init__(self, ahead: int) -> None:
@@ -262,7 +261,6 @@ class StepQueue:
         self._ahead = ahead
         self._steps: SimpleQueue[TrainStep | None] = SimpleQueue()
         self.num_put = 0
-        self.is_through = False
         self._num_asked = self._num_received = self._num_waiting = 0
         self._idle_since = 0.0
         self._news = asyncio.Event()
@@ -323,7 +321,6 @@ class StepQueue:
         self._steps.put(None)  # the end must be readable again
         if self._failure is not None:
             raise self._failure from None
-        self.is_through = True
         return None
 
     async def receive(self) -> TrainStep | None:

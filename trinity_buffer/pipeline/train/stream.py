@@ -100,6 +100,7 @@ class TrainStream(CommitDoor[Coroutine[Any, Any, None]]):
         presence: heartbeats of this rank.
         queue: the steps that are ready.
         lease: the trainer's lease, of rank 0 alone.
+        failed: an error ended the loop that reads it.
     """
 
     lease: TrainerLease | None = None
@@ -115,6 +116,7 @@ class TrainStream(CommitDoor[Coroutine[Any, Any, None]]):
         self.device = options.device
         self.resume: Resume | None = None
         self.incomplete_groups = 0
+        self.failed = False
         self.queue = StepQueue(options.prefetch)
         self._database = experiment.database
         self._loader = RowLoader(EventCache(experiment.key, experiment.name))
@@ -269,8 +271,8 @@ class TrainStream(CommitDoor[Coroutine[Any, Any, None]]):
         """Record that the ``delivered`` steps, the last one ``step``, were trained."""
 
     def warn_of_uncommitted(self) -> None:
-        """Warn of steps without a commit, of a trainer that has read the stream to its end."""
-        if self._delivered and self.queue.is_through:
+        """Warn of steps without a commit, unless an error ended the trainer."""
+        if self._delivered and not self.failed:
             first, last = min(self._delivered), max(self._delivered)
             _logger.warning(
                 "trainer %r ended without a commit of step%s: the next process is given the same "
