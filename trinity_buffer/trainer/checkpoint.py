@@ -124,7 +124,7 @@ class OptimizerState(NamedTuple):
                 if not isinstance(value, Tensor) or kept[name].dtype == value.dtype:
                     continue
                 # One that has the type of its weight takes that of a weight in another precision.
-                follows = value.shape == weight.shape and value.is_floating_point()
+                follows = value.is_floating_point() and value.dim() == weight.dim()
                 if not follows or (is_own and value.element_size() > weight.element_size()):
                     kept[name] = value.to(kept[name].device)
 
@@ -139,7 +139,9 @@ class OptimizerState(NamedTuple):
                 raise _other(optimizer, f"has {', '.join(sorted(gone))}: it is another optimizer")
         for key, value in self.tensors.items():
             weight = weights[int(key.partition(".")[0])]
-            if value.dim() == weight.dim() and value.shape != weight.shape:
+            pairs = zip(value.shape, weight.shape, strict=False)
+            # Adafactor keeps the means of rows and of columns.
+            if value.dim() == weight.dim() and not all(own in (size, 1) for own, size in pairs):
                 shapes = f"{[*value.shape]}, its weight {[*weight.shape]}"
                 raise _other(optimizer, f"has its weights in another order ({key} is {shapes})")
 
