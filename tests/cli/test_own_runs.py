@@ -193,6 +193,9 @@ tasks = [1, 2]
 async def divides(task, model):
     return task / 0
 
+async def reads(task, model):
+    return open("nowhere").read()
+
 def plain(task, model):
     return []
 """
@@ -202,6 +205,11 @@ def plain(task, model):
     ("rollout", "code", "said"),
     [
         ("numbers_of:divides", 1, "failed: ZeroDivisionError: division by zero ({}, line 5)"),
+        (
+            "numbers_of:reads",
+            1,
+            "rollout 'numbers_of:reads' failed: FileNotFoundError: [Errno 2] No ",
+        ),
         ("numbers_of:plain", 2, "it must be an async function of a task and a model"),
         ("numbers_of:nothing", 2, "has no attribute 'nothing'"),
         ("not_there:rollout", 2, "No module named 'not_there'"),
@@ -212,7 +220,8 @@ def test_a_rollout_that_does_not_work_is_told_in_a_sentence(
 ) -> None:
     module = own.parent / "numbers_of.py"
     module.write_text(BROKEN)
-    ended = cli("explore", "--config", written(own.parent, rollout=rollout), "--actor", "e0")
+    file, once = written(own.parent, rollout=rollout), "explorer.attempts=1"
+    ended = cli("explore", "--config", file, "--actor", "e0", "--set", once)
     assert ended.code == code
     assert said.format(module) in ended.err
     assert len(ended.err.splitlines()) == 1

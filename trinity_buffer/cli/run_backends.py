@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import AsyncIterator, Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Callable, Collection, Iterable
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
@@ -19,8 +19,7 @@ from trinity_buffer.cli.run_config import algorithm_of, is_folder
 from trinity_buffer.demo.policy import PolicyConfig, TransformerPolicy
 from trinity_buffer.demo.rollout import SolutionSampler, TaskSampler, evaluate, needs_of
 from trinity_buffer.demo.tasks import GuessNumber, SortDigits, Task
-from trinity_buffer.errors import CheckpointError, InvalidArgumentError, TrinityBufferError
-from trinity_buffer.experience import Experience
+from trinity_buffer.errors import CheckpointError, InvalidArgumentError
 from trinity_buffer.explorer import explore as exploring
 from trinity_buffer.explorer.local_model import LocalModel, load_causal_lm, load_tokenizer
 from trinity_buffer.explorer.server import OpenAIModel
@@ -31,7 +30,7 @@ from trinity_buffer.pipeline.store import Experiment
 from trinity_buffer.trainer.causal_lm import CausalLM
 from trinity_buffer.trainer.policy import in_eval_mode
 from trinity_buffer.trainer.requirements import require, strategy_of, unread_models
-from trinity_buffer.user_code import failed, kind_of, look_in
+from trinity_buffer.user_code import failed, kind_of, look_in, own_code
 
 
 def task_of(config: RunConfig) -> Task:
@@ -240,7 +239,7 @@ class HFBackend:
         config = self.config
         rollout, tasks = self._rollout(), self._tasks()
         torch.seed()  # explorers started together must not sample the same tokens
-        with _failing(f"rollout {config.rollout!r}", OSError):
+        with own_code({f"rollout {config.rollout!r}": rollout}):
             async with self._model() as model:
                 await exploring.explore(
                     experiment,
@@ -264,8 +263,7 @@ class HFBackend:
         evaluate = self._named("evaluate", self.config.evaluate)
         tokenizer = load_tokenizer(self._model_path)
         most = self.config.explorer.max_tokens
-        asked = f"evaluate {self.config.evaluate!r}"
-        with _failing(asked, passed=()), in_eval_mode(policy.model):
+        with own_code({f"evaluate {self.config.evaluate!r}": evaluate}), in_eval_mode(policy.model):
             model = LocalModel(policy.model, tokenizer, temperature=0, max_tokens=most)
             returned = anyio.run(evaluate, model)
         try:
@@ -318,17 +316,12 @@ class HFBackend:
             raise InvalidArgumentError(
                 f"rollout = {name!r}: it must be an async function of a task and a model"
             )
-
-        async def attempt(task: Any, model: Any) -> Sequence[Experience]:
-            with _failing(f"rollout {name!r}", passed=(TrinityBufferError, OSError)):
-                return await rollout(task, model)  # type: ignore[no-any-return]  # the user's own
-
-        return attempt
+        return rollout  # type: ignore[no-any-return]  # the user's own
 
     def _tasks(self, *, checks_only: bool = False) -> Any:
         """Return the tasks, or check what ``tasks`` names as far as possible without using it."""
         tasks, wrong = self._named("tasks", str(self.config.tasks)), None
-        with _failing(f"tasks {self.config.tasks!r}"):
+        with own_code({f"tasks {self.config.tasks!r}": tasks if callable(tasks) else type(tasks)}):
             # An async function is callable too, and its coroutine is no list.
             if inspect.iscoroutinefunction(tasks) or inspect.isasyncgenfunction(tasks):
                 wrong = "it is an async function"
@@ -338,13 +331,14 @@ class HFBackend:
                 is_list = isinstance(tasks, Iterable) or hasattr(tasks, "__getitem__")
                 if not is_list or isinstance(tasks, str | bytes):
                     wrong = f"{origin} {kind_of(tasks)}"
-            if wrong is not None:
-                raise InvalidArgumentError(
-                    f"tasks = {self.config.tasks!r}: {wrong}, it must be a list of tasks, or a "
-                    "plain function that returns one"
-                )
-            # A mapping stays one: its keys name the tasks.
-            return tasks if checks_only or hasattr(tasks, "items") else list(tasks)
+                elif not (checks_only or hasattr(tasks, "items")):
+                    tasks = list(tasks)  # a mapping stays one: its keys name the tasks
+        if wrong is not None:
+            raise InvalidArgumentError(
+                f"tasks = {self.config.tasks!r}: {wrong}, it must be a list of tasks, or a plain "
+                "function that returns one"
+            )
+        return tasks
 
     def _named(self, key: str, name: str) -> Any:
         """Return the object ``module:name``, looked up first in the folder of the file."""
@@ -358,22 +352,6 @@ class HFBackend:
             ) from error
         except Exception as error:
             raise failed(f"{key} {name!r}", error) from error
-
-
-@contextmanager
-def _failing(
-    what: str,
-    caught: type[Exception] = Exception,
-    *,
-    passed: tuple[type[Exception], ...] = (TrinityBufferError,),
-) -> Iterator[None]:
-    """Name ``what`` in errors of the user's code."""
-    try:
-        yield
-    except passed:
-        raise
-    except caught as error:
-        raise failed(what, error) from error
 
 
 def _disable_progress_bars() -> None:
