@@ -129,6 +129,9 @@ def test_a_second_set_stands_beside_the_first_and_old_tensors_leave(
     again = ["compact", "--store", run, "--keep-steps", "1", "--archive", archive]
     moved = CliRunner().invoke(app, again)
     assert re.search(r"^3 segments \(.* MB\) left the store to 1 file$", moved.stdout, re.MULTILINE)
+    nothing = CliRunner().invoke(app, ["compact", *again[1:3], "--keep-steps", "9", *again[5:]])
+    assert nothing.stdout.startswith("0 segments (0.0 MB) left the store; ")
+    assert "committed more than 9 steps ago by each trainer" in nothing.stdout.replace("\n", " ")
     assert command("verify", "--store", run)[0] == 0
     for file in Path(archive).iterdir():
         file.unlink()

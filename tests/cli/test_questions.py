@@ -14,6 +14,8 @@ from tokenizers.models import WordLevel
 
 import trinity_buffer as tb
 from tests.cli.calling import Cli
+from tests.contract import making
+from tests.contract.making import opened
 from tests.inspect.test_experts import mixed
 from tests.sample_run import SampleRun, record_sample_run, rollout
 from tests.trainer.data import prepared
@@ -252,6 +254,18 @@ def test_of_many_experiments_each_is_a_line(cli: Cli, tmp_path: Path) -> None:
     assert [int(words[2]) for words in found] == [5 * (n == 3) for n in range(MOST_IN_FULL + 1)]
     (whole,) = cli("stats", "--store", url, "--json").json
     assert len(whole["experiments"]) == MOST_IN_FULL + 1
+
+
+def test_rewards_of_a_group_that_differ_are_shown_to_differ(cli: Cli, tmp_path: Path) -> None:
+    url = f"sqlite:///{tmp_path / 'run.db'}"
+
+    async def write() -> None:
+        async with opened(url) as experiment:
+            some = [making.rollout(run=run, reward=value) for run, value in enumerate((0.5, 0.501))]
+            await experiment.writer("e0").write(some)
+
+    anyio.run(write)
+    assert "0.5 0.501" in cli("groups", "--store", url).out
 
 
 def test_groups_are_ordered_before_they_are_cut(cli: Cli, sample: SampleRun) -> None:

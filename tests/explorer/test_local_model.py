@@ -10,6 +10,7 @@ from typing import Any
 
 import anyio
 import anyio.to_thread
+import numpy as np
 import pytest
 import torch
 from transformers import GenerationConfig
@@ -151,6 +152,11 @@ def test_a_temperature_that_servers_do_not_sample_at_is_refused(
 ) -> None:
     with pytest.raises(InvalidArgumentError, match=rf"temperature={temperature}: 0.01 or more"):
         LocalModel(tiny, temperature=temperature)
+
+
+async def test_a_limit_may_be_an_integer_of_numpy(tiny: Path) -> None:
+    limits: Any = {"max_rows": np.int64(2), "max_tokens": np.int32(1)}
+    assert len((await LocalModel(tiny, **limits).complete("a")).token_ids) == 1
 
 
 @pytest.mark.parametrize("limit", [0, -1, True, 2.5, math.nan])

@@ -95,6 +95,17 @@ async def test_a_folder_is_no_store(tmp_path: Path, is_there: bool) -> None:
     assert folder.exists() == is_there
 
 
+@pytest.mark.parametrize("name", ["postgresql", "sqlite"])
+async def test_the_name_of_a_database_is_no_store(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(InvalidArgumentError, match=rf"'{name}' names no store; .*://user@"):
+        async with tb.open_store(name):
+            pass
+    assert not await anyio.Path(name).exists()
+
+
 async def test_an_empty_database_is_no_store_for_a_trainer(postgres_url: str) -> None:
     with pytest.raises(UnknownStoreError, match="is empty: there is no store"):
         async with tb.open_store(postgres_url, create=False):

@@ -324,7 +324,14 @@ async def compact(
     )
     where = f" to {counted(len(report.files), 'file')}" if report.files else ""
     count = counted(report.segments, "segment")
-    lines = [f"{count} ({report.bytes / 1e6:.1f} MB) left the store{where}"]
+    left = f"{count} ({report.bytes / 1e6:.1f} MB) left the store{where}"
+    if not report.segments:
+        left += (
+            "; one leaves when all its rows are rejected, or committed more than "
+            f"{counted(keep_steps, 'step')} ago by each trainer (there must be one): see "
+            "`trinity-buffer stats`"
+        )
+    lines = [left]
     if report.damaged:
         lines.append(f"{report.damaged} cannot be read and stayed: `verify` names what is damaged")
     return Answer(report, lines)

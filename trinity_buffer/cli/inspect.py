@@ -132,7 +132,10 @@ def _cells_of(view: questions.GroupView) -> tuple[Any, ...]:
 
 
 def _numbers(values: list[float | None], most: int = 8) -> str:
-    text = " ".join("-" if value is None else f"{value:.2g}" for value in values[:most])
+    known = {value for value in values[:most] if value is not None}
+    # As few digits as tell them apart.
+    few = next((n for n in range(2, 17) if len({f"{v:.{n}g}" for v in known}) == len(known)), 17)
+    text = " ".join("-" if value is None else f"{value:.{few}g}" for value in values[:most])
     return text + (f" … {len(values)}" if len(values) > most else "")
 
 

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
+from numbers import Integral
 from pathlib import Path
 from typing import Any, Self
 
@@ -199,7 +200,7 @@ class LocalModel:
 
 
 def _require_count(name: str, value: Any) -> None:
-    is_count = isinstance(value, int) and not isinstance(value, bool) and value >= 1
+    is_count = isinstance(value, Integral) and not isinstance(value, bool) and value >= 1
     require(is_count, name, value, "be an integer, at least 1")
 
 

@@ -25,9 +25,12 @@ def parse_url(url: StoreURL) -> URL:
     """Return the parsed URL of a store; a bare path is a SQLite file.
 
     Raises:
-        InvalidArgumentError: neither sqlite nor postgresql, or a folder in place of a file.
+        InvalidArgumentError: neither sqlite nor postgresql, or one without a place; or a folder in
+            place of a file.
     """
     address = fspath(url)
+    if address in ("postgresql", "postgres", "sqlite"):
+        raise InvalidArgumentError(f"{address!r} names no store; {_ACCEPTED}")
     several = _SEVERAL_HOSTS.fullmatch(address)
     if several is not None:  # they move behind the ``?``, one by one
         hosts = [host if ":" in host else f"{host}:5432" for host in several["hosts"].split(",")]
