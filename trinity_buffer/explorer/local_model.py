@@ -7,13 +7,13 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from numbers import Integral
 from pathlib import Path
 from typing import Any, Self
 
 import anyio
 import anyio.lowlevel
 import anyio.to_thread
+import numpy as np
 import torch
 from safetensors import SafetensorError
 from torch import Tensor
@@ -200,8 +200,8 @@ class LocalModel:
 
 
 def _require_count(name: str, value: Any) -> None:
-    is_count = isinstance(value, Integral) and not isinstance(value, bool) and value >= 1
-    require(is_count, name, value, "be an integer, at least 1")
+    is_count = isinstance(value, int | np.integer) and not isinstance(value, bool) and value >= 1
+    require(bool(is_count), name, value, "be an integer, at least 1")
 
 
 def load_causal_lm(path: str | Path) -> Any:
