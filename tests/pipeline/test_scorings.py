@@ -135,3 +135,18 @@ async def test_a_scoring_again_takes_no_reward_away(store_url: str) -> None:
         found = await scores(experiment, "judged")
         assert [round(found[f"b/0/{run}/0/"], 3) for run in range(RUNS)] == [-1.0, 0.0, 1.0]
         assert (await verify(experiment)).ok
+
+
+@pytest.mark.parametrize("other", [0.0, 1.0])
+async def test_other_rewards_than_a_set_was_computed_from_are_warned_of(
+    sqlite_url: str, caplog: pytest.LogCaptureFixture, other: float
+) -> None:
+    async with opened(sqlite_url, rollouts_per_group=2) as experiment:
+        await write(experiment, 0)
+        await assign_rewards(experiment, "judge", by_run)
+        await assign_rewards(experiment, "judge", lambda e: 1.0 + by_run(e))  # no set has them
+        assert "gets other rewards" not in caplog.text
+        await run_strategy(experiment, "grpo", name="judged", rewards="judge")
+        await assign_rewards(experiment, "judge", lambda e: 1.0 + (1.0 + other) * by_run(e))
+    said = [line for line in caplog.messages if "'judge' gets other rewards for 2 exp" in line]
+    assert len(said) == bool(other)

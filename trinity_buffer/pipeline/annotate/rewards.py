@@ -8,7 +8,8 @@ or scored by two functions.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import logging
+from collections.abc import Callable, Mapping, Sequence
 from typing import cast
 
 import torch
@@ -24,6 +25,8 @@ from trinity_buffer.pipeline.load.reading import EventCache, require_families
 from trinity_buffer.store import log, writer_queries
 from trinity_buffer.store.rows import ExperienceRow
 from trinity_buffer.store.transaction import Transaction
+
+_logger = logging.getLogger(__name__)
 
 
 async def assign_rewards(
@@ -94,8 +97,30 @@ async def assign_rewards(
             )
         log.append(tx, key, events)
 
+    await _warn_of_others(experiment, name, pages)
     await experiment.database.write(append)
     return sum(map(len, pages))
+
+
+async def _warn_of_others(
+    experiment: ExperimentHandle, name: str, pages: Sequence[Mapping[int, float]]
+) -> None:
+    """Warn of rewards that differ from those that an annotation set was computed from."""
+    read, key, changed = experiment.database.read, experiment.key, 0
+    consumers = await read(writer_queries.consumers, key)
+    sets = [row.name for row in consumers.values() if row.config.get("rewards") == name]
+    for page in pages if sets else ():
+        before = await read(writer_queries.assigned_rewards, key, name, list(page))
+        changed += sum(page[address] != reward for address, reward in before.items())
+    if changed:
+        _logger.warning(
+            "scoring %r gets other rewards for %d experiences than before: groups, steps and blame "
+            "show them of set %r too, which was computed from those before; score under another "
+            "name to keep both",
+            name,
+            changed,
+            sets[0],
+        )
 
 
 def _scored(
