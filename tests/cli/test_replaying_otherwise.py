@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import anyio.to_thread
 import pytest
 
 from tests.cli.calling import Cli
+from trinity_buffer import open_store
 
 SMALL = {
     "algorithm": "rloo",
@@ -57,6 +59,17 @@ def test_a_key_that_would_change_nothing_is_refused(cli: Cli, store: Path, key: 
     ended = cli("replay", "--store", store, "--set", key)
     said = f"error: --set {key.partition('=')[0]}: a replay takes its steps, their micro-batches"
     assert (ended.code, ended.err.startswith(said)) == (2, True), ended.err
+
+
+async def test_what_had_no_effect_is_no_obstacle(cli: Cli, store: Path) -> None:
+    """Earlier versions trained with what is refused of a new run."""
+    async with open_store(store) as opened:
+        (name,) = await opened.experiments()
+        config = (await opened.experiment(name)).config
+        idle = {"algorithm_args": {"kl_penalty_fn_args": {"kl_coef": 0.5}}, "teacher": "gone"}
+        await opened.experiment(name, config={**config, **idle})
+    ended = await anyio.to_thread.run_sync(cli, "replay", "--store", store)
+    assert (ended.code, "weights bit-identical" in ended.out) == (0, True), ended.err
 
 
 def test_what_was_changed_is_said_where_weights_are_not_compared(cli: Cli, store: Path) -> None:

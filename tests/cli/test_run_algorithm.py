@@ -10,7 +10,13 @@ import pytest
 
 from trinity_buffer import open_store
 from trinity_buffer.cli.roles import annotate, prepare
-from trinity_buffer.cli.run_config import algorithm_of, overridden, read_file, resolved
+from trinity_buffer.cli.run_config import (
+    algorithm_of,
+    effective,
+    overridden,
+    read_file,
+    resolved,
+)
 from trinity_buffer.errors import InvalidArgumentError, UnknownNameError
 from trinity_buffer.events import ConsumerRegistered
 from trinity_buffer.trainer.requirements import strategies_of, strategy_of, stream_options
@@ -158,6 +164,19 @@ class Asking(AlgorithmType):
     config = resolved({"algorithm": "that_asks.Asking", "algorithm_args": args})
     made: Any = algorithm_of(replace(config, folder=str(tmp_path))).policy_loss
     assert made.width == 3
+
+
+def test_a_replay_is_configured_without_what_had_no_effect() -> None:
+    given = {"kl_loss_fn": "none", "kl_loss_fn_args": {"kl_coef": 0.5}, "kl_penalty_fn": "k1"}
+    run = resolved({"algorithm_args": given, "teacher": "t", "reference": "r"})
+    with pytest.raises(InvalidArgumentError, match="no effect"):
+        algorithm_of(run)
+    left = effective(run)
+    assert left.algorithm_args == {"kl_loss_fn": "none"}
+    assert left.teacher is left.reference is None
+    used = {"algorithm": "ppo", "algorithm_args": {"kl_penalty_fn": "k1", "kl_loss_fn": "none"}}
+    config = resolved({**used, "reference": "r", "optimizer": {"entropy_coef": 0.25}})
+    assert effective(config) == config
 
 
 def test_an_argument_that_no_stream_takes_is_not_dropped() -> None:

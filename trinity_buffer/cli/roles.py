@@ -275,13 +275,18 @@ async def _config_of(
     *,
     explores: bool | None = None,
     expert_rows: bool = False,
+    replays: bool = False,
 ) -> RunConfig:
     """Return the configuration of a run, which has what ``explores`` requires; see `require_run`.
+
+    Of a run that is replayed, what is `run_config.effective`.
 
     Raises:
         InvalidArgumentError: the run lacks what it needs, or ``expert_rows`` are none.
     """
     config = run_config.of_experiment(experiment.config)
+    if replays:
+        config = run_config.effective(config)
     if explores is not None:
         run_config.require_model(experiment.name, experiment.config, explores=explores)
     await run_config.require_expert(store, experiment.name, config, rows=expert_rows)
@@ -697,7 +702,7 @@ async def _run_to_replay(
             )
     async with open_store(url, read_only=True) as store:
         opened = await store.experiment(experiment)
-        run = asdict(await _config_of(store, opened, explores=False))
+        run = asdict(await _config_of(store, opened, explores=False, replays=True))
         config = at_its_device(run_config.resolved(run_config.overridden(run, overrides)))
         end = await replaying.recorded_end(opened, config.trainer, last)
     # No commits: the replay's checkpoints are thrown away.

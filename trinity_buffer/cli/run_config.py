@@ -9,12 +9,13 @@ from __future__ import annotations
 import tomllib
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from trinity_buffer import options
-from trinity_buffer.algorithm import ALGORITHM_TYPE, Algorithm, build
+from trinity_buffer.algorithm import ADVANTAGE_FN, ALGORITHM_TYPE, Algorithm, build
+from trinity_buffer.algorithm.algorithm import PARTS
 from trinity_buffer.algorithm.arguments import is_path
 from trinity_buffer.algorithm.building import recipe_of
 from trinity_buffer.errors import InvalidArgumentError
@@ -379,6 +380,30 @@ def algorithm_of(config: RunConfig) -> Algorithm:
 def tables_of(strategies: Sequence[str]) -> Sequence[str]:
     """Return the keys of a strategy's arguments that are tables: of several, each has its own."""
     return strategies if len(strategies) > 1 else ()
+
+
+def effective(config: RunConfig) -> RunConfig:
+    """Return a recorded configuration without what changes nothing of its training.
+
+    Some of it is refused of a new run, and what was trained is replayed all the same.
+    """
+    args = dict(config.algorithm_args)
+    look_for([config.algorithm, *args.values()], config.folder)
+    recipe = recipe_of(ALGORITHM_TYPE.get(config.algorithm))
+    advantage = args.get("advantage_fn", recipe.advantage_fn)
+    if advantage is None or not ADVANTAGE_FN.get(advantage).reads_rewards:
+        args.pop("kl_penalty_fn", None)
+    for part in PARTS:
+        is_asked = part == "entropy_loss_fn" and config.optimizer.entropy_coef
+        if args.get(part, getattr(recipe, part)) in (None, "none") and not is_asked:
+            args.pop(f"{part}_args", None)
+    config = replace(config, algorithm_args=args, evaluation=type(config.evaluation)())
+    algorithm = algorithm_of(config)
+    return replace(
+        config,
+        reference=config.reference if algorithm.needs_reference else None,
+        teacher=config.teacher if "teacher_logprob" in algorithm.reads else None,
+    )
 
 
 def look_for(names: Iterable[object], folder: str | None) -> None:
