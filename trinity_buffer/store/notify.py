@@ -22,7 +22,7 @@ from trinity_buffer.lazy import extra
 from trinity_buffer.store import postgres
 from trinity_buffer.store.postgres import CHANNEL, Outage, connect, cut, cut_after, driver_errors
 from trinity_buffer.store.sqlite import StoreFiles, dbapi2, uri_of
-from trinity_buffer.store.transaction import Owner, foreign_errors
+from trinity_buffer.store.transaction import Changes, Owner, foreign_errors
 
 if TYPE_CHECKING:
     import psycopg
@@ -35,32 +35,6 @@ ANSWERS_WITHIN_S = 10.0
 
 SLOWEST_WATCHED_POLL_S = 0.05
 """A safety net where the kernel tells of writes."""
-
-
-class Changes:
-    """Wakes tasks that wait for the next commit.
-
-    The pattern: take ``state()``, read, and if there was nothing, ``await changed(state)``: a
-    commit between the two returns at once. The wait may return early; callers read again.
-
-    Args:
-        owner: may ask; once it is closed, every call fails, those that wait included.
-    """
-
-    def __init__(self, owner: Owner) -> None:
-        self._owner = owner
-        self._own = 0
-        self._event = asyncio.Event()
-
-    def notify(self, commits: int = 1) -> None:
-        """Wake tasks of this process: its own commits do not reach it through the database.
-
-        Args:
-            commits: 0 where they are to look whether there was one.
-        """
-        self._own += commits
-        self._event.set()
-        self._event = asyncio.Event()
 
 
 class SQLiteChanges(Changes):

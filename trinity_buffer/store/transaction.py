@@ -1,4 +1,4 @@
-"""What a database gives its callers: transactions, sessions and statements.
+"""What a database gives its callers: transactions, sessions, statements, and news of commits.
 
 A function of the store is written once, for both databases: ``def f(tx, ...)``. Only `Database`
 awaits it. SQL that differs between SQLite and PostgreSQL is built here.
@@ -209,6 +209,32 @@ class Owner:
             raise errors.StoreUseError(
                 f"{self._name} was opened in another event loop: open it in each loop that uses it"
             )
+
+
+class Changes:
+    """Wakes tasks that wait for the next commit.
+
+    The pattern: take ``state()``, read, and if there was nothing, ``await changed(state)``: a
+    commit between the two returns at once. The wait may return early; callers read again.
+
+    Args:
+        owner: may ask; once it is closed, every call fails, those that wait included.
+    """
+
+    def __init__(self, owner: Owner) -> None:
+        self._owner = owner
+        self._own = 0
+        self._event = asyncio.Event()
+
+    def notify(self, commits: int = 1) -> None:
+        """Wake tasks of this process: its own commits do not reach it through the database.
+
+        Args:
+            commits: 0 where they are to look whether there was one.
+        """
+        self._own += commits
+        self._event.set()
+        self._event = asyncio.Event()
 
 
 class Transaction:
