@@ -63,7 +63,6 @@ def collate_step(
     lease: BatchLeased,
     rows: LoadedRows,
     mover: microbatch.Mover,
-    memory: microbatch.StepMemory,
     *,
     rank: int = 0,
     world: int = 1,
@@ -77,7 +76,6 @@ def collate_step(
     Args:
         lease, rows: the manifest of the step, and its rows.
         mover: moves the tensors to their device.
-        memory: memory of earlier steps to reuse.
         rank, world: the rank, and the number of ranks.
 
     Raises:
@@ -107,7 +105,7 @@ def collate_step(
     responses, recorded = _responses(rows, pairs=size == 2)
     if recorded is not None:
         per_row["logprob_mask"] = recorded
-    flat = _columns_of_step(rows, responses, rewards, places, memory)
+    flat = _columns_of_step(rows, responses, rewards, places)
     if rows.facts.sampling.any():
         flat |= _temperature(rows, places)
     total, expert = (_totals(rows, per_row["group_index"], of) for of in (slice(None), rows.expert))
@@ -491,7 +489,6 @@ def _columns_of_step(
     responses: Mapping[str, Field],
     rewards: Array,
     places: Places,
-    memory: microbatch.StepMemory,
 ) -> dict[str, Array | LazyColumn]:
     """Return the flat columns of all micro-batches by name, made or lazy."""
     tokens, masks = rows.fields["tokens"].blocks, rows.fields["action_mask"].blocks
@@ -520,8 +517,8 @@ def _columns_of_step(
             late.add("returns")
         if not places.padded:
             late.add("attention_mask")
-        dtypes = {name: of.dtype for name, of in sources.items() if name not in late}
-        ahead = memory.columns(places.size, dtypes)
+        # Of memory that earlier steps have freed, which malloc keeps (`keep_what_is_freed`).
+        ahead = {n: np.empty(places.size, of.dtype) for n, of in sources.items() if n not in late}
         # The mask first: scaled columns are multiples of it.
         others = dict(ahead)
         mask = others.pop("action_mask")
