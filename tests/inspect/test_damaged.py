@@ -20,8 +20,9 @@ from tests.pipeline.planting import unguarded
 from tests.sample_run import RUNS, record_sample_run
 from trinity_buffer.codec.objects import decode_body
 from trinity_buffer.errors import CodecError, DamagedSegmentError
-from trinity_buffer.inspector import blame, search, steps, why
+from trinity_buffer.inspector import blame, groups, search, steps, why
 from trinity_buffer.inspector.source import now
+from trinity_buffer.inspector.table import record_batches
 from trinity_buffer.store.tables import event, segment
 from trinity_buffer.web.app import inspector
 
@@ -206,3 +207,24 @@ async def test_a_step_whose_event_was_deleted_names_the_position(
         for ask in (partial(blame, step=2), steps, partial(why, uid=contents.rows[0].uid)):
             with pytest.raises(CodecError, match=f"no event at position {position}, .*verify"):
                 await ask(source)
+
+
+async def test_a_commit_that_is_damaged_costs_groups_and_an_export_nothing(
+    sqlite_url: str, tmp_path: Path
+) -> None:
+    sample = await record_sample_run(sqlite_url, tmp_path / "run")
+    async with tb.open_store(sqlite_url) as store:
+        position = (await blame(now(await store.experiment(sample.name)), 2)).line.committed_at
+
+    def change(tx: Transaction) -> None:
+        tx.execute(update(event).where(event.c.position == position).values(body=b"junk"))
+
+    await unguarded(sqlite_url, change)
+    async with tb.open_store(sqlite_url) as store:
+        source = now(await store.experiment(sample.name))
+        shown = [run.state for view in await groups(source) for run in view.runs]
+        rows = [r async for b in record_batches(source, None, None, None) for r in b.to_pylist()]
+        with pytest.raises(CodecError, match=f"the event at position {position}: "):
+            await steps(source)
+    assert "trained in step 2 of trainer" in shown
+    assert 2 in {row["trained_step"] for row in rows if row["state"] == "committed"}

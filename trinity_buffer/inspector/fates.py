@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence, Set
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 from typing_extensions import override
 
-from trinity_buffer.errors import UnknownNameError
+from trinity_buffer.errors import CodecError, UnknownNameError
 from trinity_buffer.events import StepDealt, StepsCommitted, TrainerRewound, kinds_of
 from trinity_buffer.identity import EID, parse_uid
 from trinity_buffer.inspector.source import Source
@@ -168,11 +169,12 @@ def _skipped(
     committed = {row.step: row.committed_at or 0 for row in rows if row.step in wanted}
     skipped = dict[int, str]()
     for stored in log.read_at(tx, experiment, sorted({*committed.values()})):
-        match decoded(name, stored).fact:
-            case StepsCommitted(skipped=str(why), skipped_steps=steps):
-                # Not those that were rewound and handed out again.
-                own = (step for step in steps if committed.get(step) == stored.position)
-                skipped |= dict.fromkeys(own, why)
+        with suppress(CodecError):  # damaged: `why` and `steps` name it, the rows are still shown
+            match decoded(name, stored).fact:
+                case StepsCommitted(skipped=str(why), skipped_steps=steps):
+                    # Not those that were rewound and handed out again.
+                    own = (step for step in steps if committed.get(step) == stored.position)
+                    skipped |= dict.fromkeys(own, why)
     return skipped
 
 
