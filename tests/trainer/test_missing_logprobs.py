@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,7 +14,7 @@ from tests.trainer.data import RUNS, policy, recorded, rollouts, solutions
 from tests.whole_stores import replayed_steps
 from trinity_buffer import open_store, run_strategy
 from trinity_buffer.algorithm import ADVANTAGE_FN, build
-from trinity_buffer.errors import InvalidArgumentError, TrainingError
+from trinity_buffer.errors import InvalidArgumentError, TrainingError, TrinityBufferError
 from trinity_buffer.experience import Experience
 from trinity_buffer.trainer.models import Models, prepare
 from trinity_buffer.trainer.requirements import stream_options
@@ -83,6 +85,32 @@ async def test_a_trainer_of_tokens_is_given_no_zeros_for_log_probs(store_url: st
         step = await served(await annotated(store, without(LACKING)))
     with pytest.raises(TrainingError, match=r"row b0/0/1/0/ has no log-prob.*needs="):
         step.microbatches[0].require_plain(1.0)
+
+
+def without_a_reward() -> list[Experience]:
+    made = without()
+    made[LACKING].reward = None
+    return made
+
+
+@pytest.mark.parametrize(
+    ("made", "refused"),
+    [
+        (without(LACKING), lambda step: step.microbatches[0].require_plain(1.0)),
+        (without(LACKING), lambda step: loss_of(step.microbatches[0])),
+        (without_a_reward(), lambda step: step.compute(ADVANTAGE_FN.get("rloo")())),
+    ],
+)
+async def test_a_row_that_lacks_something_is_left_out_as_the_error_says(
+    sqlite_url: str, made: list[Experience], refused: Callable[[TrainStep], object]
+) -> None:
+    """Of a step that is handed out, ``needs=`` alone rejects nothing."""
+    async with open_store(sqlite_url) as store:
+        experiment = await recorded(store, "run", "experience", made)
+        with pytest.raises(TrinityBufferError) as caught:
+            refused(await served(experiment, strategy=None))
+        (drop,) = re.findall(r"drop=\['(.*?)'\]", str(caught.value))
+        refused(await served(experiment, strategy=None, drop=[drop]))
 
 
 async def test_a_loss_that_would_read_a_row_that_nobody_recorded_names_it(store_url: str) -> None:

@@ -41,8 +41,9 @@ def require_recorded(batch: Mapping[str, Any], user: Any, reads: Collection[str]
     for uid in (unrecorded[kind] for kind in kinds if recorded and kind in unrecorded):
         raise InvalidArgumentError(
             f"{type(user).__name__} reads {recorded[0]!r} of every row, and none was recorded with "
-            f"{uid} (logprob_mask tells which rows have one): store logprobs= with it, ask the "
-            "stream for needs=('logprobs',), which rejects such rows, or recompute_old_logprob=True"
+            f"{uid} (logprob_mask tells which rows have one): go on without it (drop=[{uid!r}]) "
+            "and ask the stream for needs=('logprobs',), which rejects those of the steps to come, "
+            "or recompute_old_logprob=True"
         )
 
 

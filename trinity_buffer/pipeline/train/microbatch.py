@@ -173,8 +173,8 @@ class MicroBatch(Mapping[str, Any]):
         for uid in self.unrecorded.values():
             raise TrainingError(
                 f"row {uid} has no log-probabilities and others of the step have, so that the "
-                "trainer would take zeros for them: store logprobs= with it, or ask the stream for "
-                "needs=('logprobs',), which rejects such rows"
+                f"trainer would take zeros for them: go on without it (drop=[{uid!r}]) and ask the "
+                "stream for needs=('logprobs',), which rejects such rows of the steps to come"
             )
         if any(self.multi_modal_inputs):
             raise TrainingError(

@@ -170,9 +170,10 @@ def require_rewarded(microbatches: Iterable[MicroBatch], advantage_fn: object) -
     for lacking in (m.unrewarded for m in microbatches if reads and m.unrewarded is not None):
         raise InvalidArgumentError(
             f"{type(advantage_fn).__name__} reads the rewards of all rows, and "
-            f"{lacking or 'every row of the step'} has none: store reward= with it, ask the stream "
-            "for needs=('reward',), which rejects such rows, or assign token_level_rewards to the "
-            "micro-batches"
+            f"{lacking or 'no row of the step'} has {'none' if lacking else 'one'}: assign "
+            "token_level_rewards to the micro-batches, or go on without such rows "
+            f"({f'drop=[{lacking!r}]' if lacking else 'consumer=, another one'}) and ask the "
+            "stream for needs=('reward',), which rejects those of the steps to come"
         )
 
 
