@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections import deque
 from collections.abc import Mapping, Sequence
-from contextlib import AsyncExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, field, replace
 from importlib.resources import files
 from pathlib import Path
@@ -20,19 +19,20 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from trinity_buffer import events
 from trinity_buffer.cli import run_config
 from trinity_buffer.cli.options import make_folder, make_folder_of
-from trinity_buffer.cli.output import Terminal, progress
+from trinity_buffer.cli.output import Terminal, progress, shown
 from trinity_buffer.cli.roles import device_here, explore
 from trinity_buffer.cli.run_backends import backend_for, require_policies, require_run, task_of
 from trinity_buffer.cli.supervisor import Supervisor, command_of
 from trinity_buffer.demo.recipes import config_for, teacher_config
 from trinity_buffer.demo.rollout import Needs, needs_of, require_solutions
 from trinity_buffer.demo.tiny_model import make_tiny_model
-from trinity_buffer.errors import InvalidArgumentError
+from trinity_buffer.errors import InvalidArgumentError, UnknownNameError
+from trinity_buffer.inspector.overviews import overview_of, rejection_counts
+from trinity_buffer.inspector.source import now
+from trinity_buffer.inspector.step_lines import StepLine, steps
 from trinity_buffer.pipeline.config import RunConfig
-from trinity_buffer.pipeline.handle import Event
 from trinity_buffer.pipeline.store import Experiment, Store, open_store
 from trinity_buffer.pipeline.verify.verify import verify
 from trinity_buffer.store.url import named
@@ -43,6 +43,7 @@ OWN_PACKAGE = "trinity_buffer.demo.own"
 """What `init` writes; `demo --model hf` runs it in the demo's processes."""
 
 FRAMES_PER_S = 4
+LOOK_EVERY_S = 0.5
 PLAIN_LINE_EVERY_S = 2.0
 LAST_MOMENTS_S = 5
 """How long the processes of a finished run may take to end by themselves."""
@@ -52,7 +53,7 @@ STEPS_WITHOUT_END = 1000
 
 WINDOW_S = 5.0
 
-STARTING = "starting: nothing is recorded yet"
+STARTING = "starting: no step is committed yet"
 """What is shown until there are numbers."""
 
 
@@ -175,98 +176,27 @@ def demo_place(store: str | None, name: str) -> tuple[str, Path]:
     return store, base if "://" in plain else Path(plain).expanduser().with_suffix("")
 
 
-@dataclass(slots=True)
-class RunNumbers:
-    """A fold of the events of a run into the numbers of the view.
+def figures(lines: Sequence[StepLine]) -> dict[str, str]:
+    """Return the numbers of the last of committed steps as texts, by what they are."""
+    last, begin = lines[-1], time.time() - WINDOW_S
+    recent = [line for line in lines if line.recorded_at >= begin]
+    accuracies = curve(lines, "accuracy")
+    numbers = {
+        "step": last.step,
+        "accuracy": accuracies[-1][1] if accuracies else None,
+        "reward": last.reward,
+        "rows/s": sum(line.rows for line in recent) / WINDOW_S,
+        "steps/s": len(recent) / WINDOW_S,
+        "staleness": last.staleness,
+    }
+    return {name: shown(value) for name, value in numbers.items()}
 
-    Attributes:
-        recent: (time, rollouts, steps) of each event of the last `WINDOW_S` that recorded some.
-        rewards: (gradient step or policy version, mean reward of a write).
-        accuracies: (gradient step, accuracy), as the trainer measured them.
-        skipped: committed steps that did not change the weights.
-        ready: annotation rows that the trainer has neither leased nor rejected.
-        staleness: of the last step, as its trainer measured it.
-    """
 
-    rollouts: int = 0
-    recent: deque[tuple[float, int, int]] = field(default_factory=deque)
-    rejected: int = 0
-    ready: int = 0
-    step: int = 0
-    skipped: set[int] = field(default_factory=set)
-    policy: int = 0
-    recent_reward: float = 0.0
-    staleness: float = 0.0
-    rewards: list[tuple[int, float]] = field(default_factory=list)
-    accuracies: list[tuple[int, float]] = field(default_factory=list)
-    finished: str | None = None
-
-    def take(self, event: Event) -> None:
-        """Fold one event; most kinds change nothing here."""
-        fact, at = event.fact, event.recorded_at
-        match fact:
-            case events.ExperiencesRecorded():
-                self._recorded(fact, at)
-            case events.ExperiencesAnnotated():
-                self.ready += len(fact.experiences)
-            case events.ExperiencesRejected():
-                self.rejected += len(fact.experiences)
-                self.ready -= len(fact.experiences) if fact.by == "trainer" else 0
-            case events.BatchLeased():
-                self.ready -= len(fact.annotations)
-            case events.StepDealt():
-                self.ready += len(fact.dropped)
-            case events.StepsCommitted():
-                self._committed(fact, at)
-            case events.PolicyPublished():
-                self.policy = fact.number
-            case events.ExperimentFinished():
-                self.finished = fact.reason
-            case events.ConfigurationChanged():  # a changed run goes on
-                self.finished = None
-
-    def _committed(self, fact: events.StepsCommitted, at: float) -> None:
-        self.recent.append((at, 0, len(fact.steps)))
-        self.step = fact.steps[-1]
-        self.staleness = fact.metrics.get("staleness", self.staleness)
-        self.skipped = {step for step in self.skipped if step < fact.steps[0]}
-        self.skipped |= set(fact.skipped_steps)
-        if "accuracy" in fact.metrics:
-            self.accuracies.append((self.step, fact.metrics["accuracy"]))
-
-    def _recorded(self, fact: events.ExperiencesRecorded, at: float) -> None:
-        columns = fact.columns
-        runs = zip(columns.batch, columns.task, columns.run, strict=True)
-        last = dict(zip(runs, columns.reward, strict=True))
-        rewards = [float(reward) for reward in last.values() if reward is not None]
-        self.rollouts += len(last)
-        self.recent.append((at, len(last), 0))
-        versions = [version for version in columns.policy_version if version is not None]
-        if rewards:
-            mean = fmean(rewards)
-            self.recent_reward += (mean - self.recent_reward) * (0.2 if self.rewards else 1.0)
-            self.rewards.append((versions[0] if versions else self.policy, mean))
-
-    def figures(self) -> dict[str, str]:
-        """Return the numbers as texts, by what they are."""
-        begin = time.time() - WINDOW_S
-        while self.recent and self.recent[0][0] < begin:
-            self.recent.popleft()
-        return {
-            "step": str(self.step),
-            "accuracy": f"{self.accuracies[-1][1]:.3f}" if self.accuracies else "-",
-            "reward": f"{self.recent_reward:.3f}" if self.rewards else "-",
-            "rollouts/s": f"{sum(rollouts for _, rollouts, _ in self.recent) / WINDOW_S:.0f}",
-            "steps/s": f"{sum(steps for _, _, steps in self.recent) / WINDOW_S:.1f}",
-            "ready": str(max(0, self.ready)),
-            "staleness": f"{self.staleness:.1f}",
-        }
-
-    def line(self) -> str:
-        """Return one plain line."""
-        if not self.rollouts:
-            return STARTING
-        return "  ".join(f"{name} {text:>5}" for name, text in self.figures().items())
+def curve(lines: Sequence[StepLine], name: str) -> list[tuple[int, float]]:
+    """Return (step, number) of the steps that have a reward, or a measure of another name."""
+    values = [line.reward if name == "reward" else line.metrics.get(name) for line in lines]
+    pairs = zip(lines, values, strict=True)
+    return [(line.step, value) for line, value in pairs if value is not None]
 
 
 BARS = " ▁▂▃▄▅▆▇█"
@@ -281,31 +211,31 @@ def sparkline(points: Sequence[tuple[int, float]]) -> str:
     return "".join(BARS[round(min(max(mean, 0.0), 1.0) * scale)] for mean in means[-WIDTH:])
 
 
-def drawn(title: str, numbers: RunNumbers, supervisor: Supervisor) -> Panel:
+def drawn(title: str, lines: Sequence[StepLine], supervisor: Supervisor) -> Panel:
     """Return the live view: the run above, one line per process below."""
-    top, figures = Table.grid(padding=(0, 3)), numbers.figures()
-    top.add_row(*figures, style="dim")
-    figures["accuracy"] = f"[bold green]{figures['accuracy']}"
-    top.add_row(*figures.values())
+    top, rewards = Table.grid(padding=(0, 3)), Text(STARTING, style="dim")
+    if lines:
+        numbers = figures(lines)
+        top.add_row(*numbers, style="dim")
+        numbers["accuracy"] = f"[bold green]{numbers['accuracy']}"
+        top.add_row(*numbers.values())
+        rewards = Text("reward   " + sparkline(curve(lines, "reward")), style="cyan")
     bottom = Table.grid(padding=(0, 2))
     for child in supervisor.children:
         state = Text("●", style="green" if child.alive else "red")
         again = f"restarted {child.restarts}×" if child.restarts else ""
         bottom.add_row(state, child.name, again, Text(child.last_line()[:90], style="dim"))
-    curve = Text("reward   " + sparkline(numbers.rewards), style="cyan")
-    if not numbers.rollouts:
-        top, curve = Table.grid(), Text(STARTING, style="dim")
     footer = "Ctrl-C ends it; nothing is lost"
     if supervisor.kills:
         footer = f"{supervisor.kills} processes killed so far"
     return Panel(
-        Group(top, curve, Text(), bottom, Text(footer, style="dim")),
+        Group(top, rewards, Text(), bottom, Text(footer, style="dim")),
         title=title,
         border_style="blue",
     )
 
 
-def save_curve(path: str, numbers: RunNumbers, title: str) -> bool:
+def save_curve(path: str, lines: Sequence[StepLine], title: str) -> bool:
     """Write reward and accuracy over steps as a PNG; False where matplotlib is not installed."""
     try:
         from matplotlib.figure import Figure  # noqa: PLC0415 - an optional extra, and slow to import
@@ -313,17 +243,10 @@ def save_curve(path: str, numbers: RunNumbers, title: str) -> bool:
         return False
     figure = Figure(figsize=(7, 4), layout="constrained")
     axes = figure.add_subplot()
-    axes.plot(
-        *zip(*numbers.rewards, strict=True), ".", markersize=2, alpha=0.4, label="reward of a write"
-    )
-    if numbers.accuracies:
-        axes.plot(
-            *zip(*numbers.accuracies, strict=True),
-            "-o",
-            markersize=3,
-            label="exact match, fresh problems",
-        )
-    axes.set(xlabel="gradient step (policy version)", ylim=(0, 1.02), title=title)
+    for name, style in (("reward", "."), ("accuracy", "-o")):
+        if points := curve(lines, name):
+            axes.plot(*zip(*points, strict=True), style, markersize=3, label=name)
+    axes.set(xlabel="gradient step", ylim=(0, 1.02), title=title)
     axes.legend(loc="lower right")
     axes.grid(visible=True, alpha=0.3)
     figure.savefig(path, dpi=120)
@@ -351,7 +274,8 @@ class Demo:
     limit_s: float | None = None
     brief: bool = False
     console: Terminal = field(default_factory=Terminal)
-    _numbers: RunNumbers = field(default_factory=RunNumbers)
+    _lines: list[StepLine] = field(default_factory=list)
+    _finished: bool = False
     _supervisors: list[Supervisor] = field(default_factory=list)
 
     def run(self) -> int:
@@ -359,7 +283,7 @@ class Demo:
         try:
             return anyio.run(self.run_in_loop)
         except KeyboardInterrupt:
-            at = "after its end" if self._numbers.finished else f"at step {self._numbers.step}"
+            at = "after its end" if self._finished else f"at step {self._step}"
             self._say(f"\ncut short by Ctrl-C {at}: run the same command again to go on")
             return 0
         except BaseExceptionGroup as errors:
@@ -392,7 +316,6 @@ class Demo:
                 self._say(
                     "this run is finished already; here is how it ended (--name starts another)"
                 )
-                await self._fold(experiment, follow=False)
             else:
                 supervisor.start()
                 try:
@@ -400,10 +323,13 @@ class Demo:
                 finally:
                     with anyio.CancelScope(shield=True):
                         await anyio.to_thread.run_sync(supervisor.stop)
-            seconds, numbers = time.monotonic() - begin, self._numbers
-            if failed is None and numbers.step == len(numbers.skipped):
-                failed = f"nothing was trained in {seconds:.0f} s, {numbers.rejected} rejected"
-                failed += f": {self._cut_short}" if numbers.finished is None else ""
+            seconds = time.monotonic() - begin
+            await self._look(experiment)
+            if failed is None and self._step == self._skipped:
+                reasons = (await rejection_counts(now(experiment))).values()
+                rejected = sum(sum(of.values()) for of in reasons)
+                failed = f"nothing was trained in {seconds:.0f} s, {rejected} rejected"
+                failed += "" if self._finished else f": {self._cut_short}"
             expert_holds = True
             if self.config.expert_experiment == self._expert:  # which this demo made
                 expert = await store.experiment(self._expert)
@@ -433,7 +359,7 @@ class Demo:
                 config=teacher_of(self.config),
                 explorers=1,
                 brief=True,
-                _numbers=RunNumbers(),
+                _lines=[],
             )
             code = await teacher.run_in_loop()
             if code or not await is_finished():
@@ -485,8 +411,16 @@ class Demo:
 
     @property
     def _cut_short(self) -> str:
-        at = f"cut short by --limit {self.limit_s:g} at step {self._numbers.step}"
+        at = f"cut short by --limit {self.limit_s:g} at step {self._step}"
         return f"{at}: run the same command again to go on"
+
+    @property
+    def _step(self) -> int:
+        return self._lines[-1].step if self._lines else 0
+
+    @property
+    def _skipped(self) -> int:
+        return sum(line.state == "skipped" for line in self._lines)
 
     @property
     def _expert(self) -> str:
@@ -527,60 +461,67 @@ class Demo:
 
         Returns the last words of a process that cannot be kept alive.
         """
-        failed, numbers, printed = None, self._numbers, 0.0
+        failed, printed, looked = None, 0.0, 0.0
         until = math.inf if self.limit_s is None else begin + self.limit_s
-        async with AsyncExitStack() as stack:
+        with ExitStack() as stack:
             live = None
             if self.console.is_terminal:
                 live = stack.enter_context(
                     Live(console=self.console, refresh_per_second=FRAMES_PER_S, transient=True)
                 )
-            group = await stack.enter_async_context(anyio.create_task_group())
-            group.start_soon(self._fold, experiment)
-            while numbers.finished is None and time.monotonic() <= until:
+            while not self._finished and time.monotonic() <= until:
+                if time.monotonic() - looked >= LOOK_EVERY_S:
+                    looked = time.monotonic()
+                    await self._look(experiment)
                 broken = supervisor.tend()
                 if broken is not None:
                     failed = f"{broken.name} gave up: {broken.last_line()} (log: {broken.log})"
                     break
                 if live is not None:
                     title = f"{self.experiment} · {self._shown}"
-                    live.update(drawn(title, numbers, supervisor))
+                    live.update(drawn(title, self._lines, supervisor))
                 elif time.monotonic() - printed >= PLAIN_LINE_EVERY_S:
                     printed = time.monotonic()
                     kills = f"  killed {supervisor.kills}" if self.chaos_every_s else ""
-                    self._say(f"{printed - begin:5.0f} s  {numbers.line()}{kills}")
+                    numbers = figures(self._lines).items() if self._lines else ()
+                    line = "  ".join(f"{name} {text:>6}" for name, text in numbers) or STARTING
+                    self._say(f"{printed - begin:5.0f} s  {line}{kills}")
                 await anyio.sleep(1 / FRAMES_PER_S)
             with anyio.move_on_after(LAST_MOMENTS_S):
-                while numbers.finished is not None and supervisor.running:
+                while self._finished and supervisor.running:
                     supervisor.tend()
                     await anyio.sleep(0.05)  # not every platform notifies of the end of a process
-            group.cancel_scope.cancel()
         return failed
 
-    async def _fold(self, experiment: Experiment, *, follow: bool = True) -> None:
-        async for event in experiment.events(follow=follow):
-            self._numbers.take(event)
+    async def _look(self, experiment: Experiment) -> None:
+        """Read which steps were committed since the last look."""
+        source, name, after = now(experiment), self.config.trainer, self._step
+        self._finished = await experiment.is_finished()  # before the steps: none comes after it
+        with suppress(UnknownNameError):  # there is no trainer yet
+            lines = await steps(source, trainer=name, after=after, limit=1 << 31)
+            self._lines += [line for line in lines if line.committed_at is not None]
 
     async def _conclude(
         self, experiment: Experiment, kills: int, seconds: float, failed: str | None
     ) -> int:
         """Verify the run, show its results, and return the exit code; ``failed``: why it did."""
-        numbers = self._numbers
+        lines = self._lines
         last = await experiment.last_checkpoint(self.config.trainer)
         checkpoint = None if last is None else Path(last)
         receipts = self.base.with_suffix(".acks")
         with progress() as report_progress:
             report = await verify(experiment, receipts, checkpoint, progress=report_progress)
-        self._say(f"reward   {sparkline(numbers.rewards)}")
-        self._say(f"accuracy {sparkline(numbers.accuracies)}")
+        self._say(f"reward   {sparkline(curve(lines, 'reward'))}")
+        self._say(f"accuracy {sparkline(curve(lines, 'accuracy'))}")
+        rollouts = (await overview_of(now(experiment))).plans.stored
         self._say(
-            f"{numbers.rollouts} rollouts, {numbers.step} gradient steps"
-            + (f" ({len(numbers.skipped)} skipped: not finite)" if numbers.skipped else "")
+            f"{rollouts} rollouts, {self._step} gradient steps"
+            + (f" ({self._skipped} skipped: not finite)" if self._skipped else "")
             + f", {seconds:.0f} s"
             + (f", {kills} processes killed" if kills else "")
         )
         picture = str(self.base.with_suffix(".png"))
-        if numbers.rewards and save_curve(picture, numbers, self.experiment):
+        if curve(lines, "reward") and save_curve(picture, lines, self.experiment):
             self._say(f"curve: {picture}")
         wrong = "; ".join(map(str, report.problems[:3]))
         verdict = "what was stored holds, but the run failed" if failed else "everything holds"
@@ -598,7 +539,7 @@ class Demo:
         self._say(f"lost {report.lost}, duplicated {report.duplicated}")
         if failed is not None:
             self._say(f"failed: {failed}", style="red")
-        elif numbers.finished is None:
+        elif not self._finished:
             self._say(self._cut_short)
         return 0 if report.ok and failed is None else 1
 
