@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import shutil
 import threading
@@ -13,12 +14,15 @@ import anyio.to_thread
 import numpy as np
 import pytest
 import torch
+from tokenizers.processors import TemplateProcessing
 from transformers import GenerationConfig
 
+from tests.explorer.vllm_dialect import VLLM, served
 from trinity_buffer.demo.tiny_model import make_tiny_model
 from trinity_buffer.errors import CheckpointError, InvalidArgumentError
 from trinity_buffer.explorer.conversation import Completion
 from trinity_buffer.explorer.local_model import LocalModel
+from trinity_buffer.explorer.server import OpenAIModel
 from trinity_buffer.trainer.causal_lm import CausalLM
 from trinity_buffer.trainer.token_scores import token_scores
 
@@ -152,6 +156,29 @@ def test_a_temperature_that_servers_do_not_sample_at_is_refused(
 ) -> None:
     with pytest.raises(InvalidArgumentError, match=rf"temperature={temperature}: 0.01 or more"):
         LocalModel(tiny, temperature=temperature)
+
+
+@pytest.mark.parametrize("text", ["hel", "<|user|>hel"])
+@pytest.mark.parametrize("where", ["here", "sglang"])
+async def test_a_prompt_in_plain_text_begins_as_its_tokenizer_begins_texts(
+    tiny: Path, tmp_path: Path, text: str, where: str
+) -> None:
+    """Once, where the text has that token already, and without one that ends texts."""
+    special = [("<|user|>", 258), ("<|end|>", 256)]
+    added = TemplateProcessing(single="<|user|> $A <|end|>", special_tokens=special)
+    folder = shutil.copytree(tiny, tmp_path / "tiny")
+    file = folder / "tokenizer.json"
+    held = {**json.loads(file.read_text()), "post_processor": json.loads(added.__getstate__())}
+    file.write_text(json.dumps(held))
+    if where == "here":
+        said = await LocalModel(folder).complete(text, max_tokens=1)
+        assert list(said.prompt_ids) == [258, *map(ord, "hel")]
+        return
+    vllm = VLLM(tiny)
+    with served(vllm.app()) as url:
+        async with OpenAIModel(url, dialect="sglang", tokenizer=str(folder)) as asked:
+            await asked.complete(text)
+    assert vllm.asked[0]["input_ids"] == [258, *map(ord, "hel")]
 
 
 async def test_a_limit_may_be_an_integer_of_numpy(tiny: Path) -> None:

@@ -156,7 +156,8 @@ def test_a_prompt_in_plain_text_begins_as_where_it_is_generated_from(
 ) -> None:
     """Llama's begins with a token of its own, where the text does not begin with it already."""
     folder = shutil.copytree(tokenizer, tmp_path / "tokenizer")
-    begins = TemplateProcessing(single="<user> $A", special_tokens=[("<user>", 1)])
+    special = [("<user>", 1), ("<e>", 0)]
+    begins = TemplateProcessing(single="<user> $A <e>", special_tokens=special)
     for name, more in {
         "tokenizer.json": {"post_processor": json.loads(begins.__getstate__())},
         "tokenizer_config.json": {"bos_token": "<user>"},

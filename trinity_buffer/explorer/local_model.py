@@ -125,7 +125,7 @@ class LocalModel:
         self, prompt: str | Sequence[int], *, max_tokens: int | None = None
     ) -> Completion:
         """Return how the model continues ``prompt``, a text or token ids."""
-        ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+        ids = prompt_ids(self.tokenizer, prompt) if isinstance(prompt, str) else list(prompt)
         most = self._max_tokens if max_tokens is None else max_tokens
         _require_count("max_tokens", most)
         asked = _Asked(ids, most)
@@ -227,6 +227,17 @@ def load_tokenizer(path: str | Path) -> Any:
             "model (tokenizer.json and tokenizer_config.json)"
         )
     return tokenizer
+
+
+def prompt_ids(tokenizer: Any, text: str) -> list[int]:
+    """Return the tokens of a prompt in plain text, behind those that begin texts in ``tokenizer``.
+
+    They are not there twice where the text begins with them, and what ends texts is left out.
+    """
+    ids, letter = (list(tokenizer.encode(t, add_special_tokens=False)) for t in (text, "a"))
+    whole = list(tokenizer.encode("a"))
+    at = next((n for n in range(len(whole)) if whole[n : n + len(letter)] == letter), 0)
+    return ids if ids[:at] == whole[:at] else whole[:at] + ids
 
 
 def _loaded(kind: str, path: str | Path) -> Any:

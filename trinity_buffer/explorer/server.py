@@ -22,7 +22,7 @@ from trinity_buffer import errors
 from trinity_buffer.algorithm.arguments import one_of, require
 from trinity_buffer.explorer.conversation import ChatFormat, Completion, as_texts, understanding
 from trinity_buffer.explorer.explore import use_newest
-from trinity_buffer.explorer.local_model import load_tokenizer
+from trinity_buffer.explorer.local_model import load_tokenizer, prompt_ids
 from trinity_buffer.lazy import extra
 from trinity_buffer.pipeline.store import Experiment, PublishedPolicy
 from trinity_buffer.pipeline.train.checkpoint import being_read, require_digest
@@ -565,7 +565,7 @@ class OpenAIModel:
             body = {"prompt": ids_or_text, **ASKED_FOR_TEXT}
             return await self._asked("/v1/completions", body, max_tokens)
         if isinstance(ids_or_text, str):
-            ids_or_text = list(self._require_tokenizer().encode(ids_or_text))
+            ids_or_text = prompt_ids(self._require_tokenizer(), ids_or_text)
         sampling = {**self._sampling}
         usual = sampling.pop("max_tokens", None)
         if (most := usual if max_tokens is None else max_tokens) is not None:

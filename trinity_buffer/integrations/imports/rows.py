@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from trinity_buffer.errors import InvalidArgumentError, InvalidExperienceError, TrinityBufferError
 from trinity_buffer.experience import Experience
 from trinity_buffer.explorer.conversation import as_texts, rendered
-from trinity_buffer.explorer.local_model import load_tokenizer
+from trinity_buffer.explorer.local_model import load_tokenizer, prompt_ids
 from trinity_buffer.lazy import extra
 from trinity_buffer.pipeline.write.batch import validate
 
@@ -275,10 +275,8 @@ class Texts:
         Raises:
             InvalidExperienceError: a message holds more than texts.
         """
-        if isinstance(messages, str):  # it may begin with a token that a template would write
-            beginning = self._tokenizer.bos_token
-            is_begun = bool(beginning) and messages.startswith(beginning)
-            return list(self._tokenizer.encode(messages, add_special_tokens=not is_begun))
+        if isinstance(messages, str):
+            return prompt_ids(self._tokenizer, messages)
         return self._chat(messages, row, ask=True)
 
     def answer(self, prompt: Said, answered: Said, row: Mapping[str, Any] = NOTHING) -> list[int]:
