@@ -150,6 +150,17 @@ async def test_pictures_are_refused(tiny: Path) -> None:
         await model.chat([{"role": "user", "content": [text, picture]}])
 
 
+@pytest.mark.parametrize(
+    ("prompt", "wrong"), [("", "nothing"), ([5, 1000], "1000"), ([5, -1], "-1")]
+)
+async def test_a_prompt_of_other_tokens_than_the_models_is_refused(
+    prompt: str | list[int], wrong: str, tiny: Path
+) -> None:
+    model = LocalModel(tiny)
+    with pytest.raises(InvalidArgumentError, match=f"holds {wrong}: .* 0 to 260.*own tokenizer"):
+        await model.complete(prompt)
+
+
 @pytest.mark.parametrize("temperature", [-1.0, 0.001, math.inf])
 def test_a_temperature_that_servers_do_not_sample_at_is_refused(
     temperature: float, tiny: Path

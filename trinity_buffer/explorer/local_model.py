@@ -124,8 +124,21 @@ class LocalModel:
     async def complete(
         self, prompt: str | Sequence[int], *, max_tokens: int | None = None
     ) -> Completion:
-        """Return how the model continues ``prompt``, a text or token ids."""
+        """Return how the model continues ``prompt``, a text or token ids.
+
+        Raises:
+            InvalidArgumentError: the prompt is empty, or holds a token that the model lacks.
+        """
         ids = prompt_ids(self.tokenizer, prompt) if isinstance(prompt, str) else list(prompt)
+        embeddings = getattr(self.model, "get_input_embeddings", lambda: None)()
+        size = getattr(embeddings, "num_embeddings", math.inf)
+        unknown = (token for token in ids if not 0 <= token < size)
+        wrong = next(unknown, None if ids else "nothing")
+        if wrong is not None:  # on a GPU this would end the process
+            raise InvalidArgumentError(
+                f"the prompt holds {wrong}: it must hold tokens of the model, 0 to {size - 1}. "
+                "Give the model its own tokenizer, or call its resize_token_embeddings first"
+            )
         most = self._max_tokens if max_tokens is None else max_tokens
         _require_count("max_tokens", most)
         asked = _Asked(ids, most)
