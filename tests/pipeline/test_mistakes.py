@@ -116,6 +116,12 @@ async def _a_device_that_there_is_not(scene: Scene) -> None:
     await first_step(scene, device="gpu")
 
 
+@mistake(r"device='cuda': torch .* sees no such GPU on this machine; give device='cpu'")
+async def _a_gpu_that_there_is_not(scene: Scene) -> None:
+    with patch("torch.cuda.device_count", return_value=0):
+        await first_step(scene, device="cuda")
+
+
 @mistake(r"run_strategy takes no argument 'group_timeout'; did you mean 'group_timeout_s'.* name, ")
 async def _a_grouping_rule_that_there_is_not(scene: Scene) -> None:
     await annotate(scene, name="x", group_timeout=4)

@@ -272,17 +272,22 @@ class Mover:
         device: the target device.
 
     Raises:
-        InvalidArgumentError: torch knows no such device.
+        InvalidArgumentError: torch knows no such device, or sees none.
     """
 
     def __init__(self, device: str) -> None:
         try:
-            torch.device(device)
+            named = torch.device(device)
         except RuntimeError as error:
             raise InvalidArgumentError(
                 f"device={device!r}: torch knows no such device; give cpu, cuda, or one GPU, such "
                 "as cuda:1"
             ) from error
+        if named.type == "cuda" and (named.index or 0) >= torch.cuda.device_count():
+            raise InvalidArgumentError(
+                f"device={device!r}: torch {torch.__version__} sees no such GPU on this machine; "
+                "give device='cpu', or run it where there is one"
+            )
         self._named = device
         self._is_here = device == "cpu"
         # Always moved ahead: an error has to name its rows even when the device has no memory left.
