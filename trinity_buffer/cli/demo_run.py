@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import nullcontext, suppress
 from dataclasses import asdict, dataclass, field, replace
 from importlib.resources import files
 from pathlib import Path
@@ -42,8 +42,7 @@ from trinity_buffer.trainer.requirements import strategies_of
 OWN_PACKAGE = "trinity_buffer.demo.own"
 """What `init` writes; `demo --model hf` runs it in the demo's processes."""
 
-FRAMES_PER_S = 4
-LOOK_EVERY_S = 0.5
+FRAMES_PER_S = 2
 PLAIN_LINE_EVERY_S = 2.0
 LAST_MOMENTS_S = 5
 """How long the processes of a finished run may take to end by themselves."""
@@ -286,10 +285,6 @@ class Demo:
             at = "after its end" if self._finished else f"at step {self._step}"
             self._say(f"\ncut short by Ctrl-C {at}: run the same command again to go on")
             return 0
-        except BaseExceptionGroup as errors:
-            if errors.subgroup(SystemExit) is None:
-                raise
-            return 1  # standard output was closed, as by `| head`
         finally:
             # A second Ctrl-C may have interrupted the first stop.
             for supervisor in self._supervisors:
@@ -461,25 +456,19 @@ class Demo:
 
         Returns the last words of a process that cannot be kept alive.
         """
-        failed, printed, looked = None, 0.0, 0.0
+        failed, printed = None, 0.0
         until = math.inf if self.limit_s is None else begin + self.limit_s
-        with ExitStack() as stack:
-            live = None
-            if self.console.is_terminal:
-                live = stack.enter_context(
-                    Live(console=self.console, refresh_per_second=FRAMES_PER_S, transient=True)
-                )
+        screen = Live(console=self.console, refresh_per_second=FRAMES_PER_S, transient=True)
+        with screen if self.console.is_terminal else nullcontext() as live:
             while not self._finished and time.monotonic() <= until:
-                if time.monotonic() - looked >= LOOK_EVERY_S:
-                    looked = time.monotonic()
-                    await self._look(experiment)
+                await self._look(experiment)
                 broken = supervisor.tend()
                 if broken is not None:
                     failed = f"{broken.name} gave up: {broken.last_line()} (log: {broken.log})"
                     break
                 if live is not None:
-                    title = f"{self.experiment} · {self._shown}"
-                    live.update(drawn(title, self._lines, supervisor))
+                    where = f"{self.experiment} · {self._shown}"
+                    live.update(drawn(where, self._lines, supervisor))
                 elif time.monotonic() - printed >= PLAIN_LINE_EVERY_S:
                     printed = time.monotonic()
                     kills = f"  killed {supervisor.kills}" if self.chaos_every_s else ""
@@ -529,10 +518,10 @@ class Demo:
         self._say(f"store: {self._shown}   logs: {self.base.with_suffix('.logs')}")
         if not self.brief:
             self._say("try next:")
-            steps = "events --after 0 --kind StepsCommitted --limit 3"
-            for command in ("stats", "groups --limit 5", steps):
+            commits = "events --after 0 --kind StepsCommitted --limit 3"
+            for command in ("stats", "groups --limit 5", commits):
                 self._say(f"  trinity-buffer {command} {self._where}")
-        if failed is None:
+        if failed is None and checkpoint is not None:
             accuracy = await anyio.to_thread.run_sync(self._accuracy, checkpoint)
             if accuracy is not None:
                 self._say(f"accuracy {accuracy:.2f}")
@@ -546,10 +535,9 @@ class Demo:
     def _say(self, line: str, *, style: str | None = None) -> None:
         self.console.print(line, style=style, markup=False, highlight=False, soft_wrap=True)
 
-    def _accuracy(self, checkpoint: Path | None) -> float | None:
+    def _accuracy(self, checkpoint: Path) -> float | None:
         """Return the exact-match accuracy of the last committed weights on fresh problems."""
         backend = backend_for(self.config)
-        file = None if checkpoint is None else checkpoint / backend.policy_file
-        policy: Any = backend.policy() if file is None else backend.load(file)
+        policy: Any = backend.load(checkpoint / backend.policy_file)
         # Far from the seeds of the trainer's evaluations, which are seed + step.
         return backend.accuracy(policy, problems=1000, seed=self.config.seed + 1_000_000)
