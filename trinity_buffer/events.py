@@ -84,7 +84,8 @@ class ExperienceColumns(Struct, frozen=True, kw_only=True):
     """What an ``ExperiencesRecorded`` says of its experiences: lists with one item per experience.
 
     Attributes:
-        batch, task, run, step, suffix: the EID of the experience.
+        batch, task, run, step, suffix: the `identity.EID` of the experience; batch and task name
+            its group, run one rollout of it, and step a turn of that.
         length: its tokens; ``response_length`` those that the action mask covers, and
             ``trained_tokens`` those that it selects.
         kind: of the experience, such as ``single_turn``.
@@ -150,8 +151,10 @@ class ExperiencesRecorded(EventBody, frozen=True, kw_only=True):
 class BatchSealed(EventBody, frozen=True, kw_only=True):
     """A batch is complete; what comes later is refused.
 
+    Its explorer says so, or a person; or, at its deadline, the strategy of the trainer's set.
+
     Attributes:
-        expected: experiences that it holds.
+        expected: experiences that it holds, without those refused as late.
     """
 
     batch: Key
@@ -178,16 +181,18 @@ class ExperiencesAnnotated(EventBody, frozen=True, kw_only=True):
         consumer: the annotation set.
         seen: position up to which it had read the log.
         calls: how often the strategy had been called.
-        after: where its cursor must be for this to be recorded; None: anywhere. For groups without
-            rows: of those, no row shows that another process has decided them already.
+        after: where its cursor must be for this to be recorded; None: anywhere. Given where a group
+            has no rows: a row can be decided only once, which protects all other groups.
         segment: key of the annotations.
         families: column family -> bytes of its segment.
         digest: of the segment; None in what older versions wrote.
         experiences: address of each row's experience, copies included.
         groups: per row, the number of its group within this event: 0, 1, ... in the order in which
             they come, the rows of each side by side.
-        planned: per group, whether its batch was planned.
-        metrics: per group, what the strategy measured.
+        planned: per group, whether a plan names it, which none does of copies, nor of further tasks
+            of a planned batch.
+        metrics: per call of the strategy, what it measured; not per group above, since groups of
+            which no row stays count here, and several may share a call.
     """
 
     consumer: str
@@ -268,7 +273,9 @@ class BatchLeased(EventBody, frozen=True, kw_only=True):
         layout: ``padded`` or ``packed``.
         microbatches: per micro-batch [first row, end, width, rank].
         normalizer: of losses that divide by a constant.
-        digest: of all above; the head of the event covers ``by_run`` too.
+        digest: of what the step computes, as `pipeline.manifest.manifest_digest` lists it: not of
+            ``consumer``, ``token``, ``num_groups``, ``planned_groups`` and ``by_run``, which the
+            head of the event covers.
         by_run: whether the trainer is told which rows are of one run; steps of older versions did
             not, and are computed again as they were.
     """
@@ -442,7 +449,11 @@ class PolicyPublished(EventBody, frozen=True, kw_only=True):
 
 
 class TrainerRewound(EventBody, frozen=True, kw_only=True):
-    """A trainer went back; commits after `step` are superseded, not deleted."""
+    """A trainer went back; commits after `step` are superseded, not deleted.
+
+    Its leased steps stay, and are served again. So do the policies that it published: explorers
+    load the last published one, whatever its version, until the next commit publishes another.
+    """
 
     consumer: str
     step: int
@@ -548,8 +559,9 @@ class PlacedFact(Struct, frozen=True):
 def now_us() -> int:
     """Return the wall clock in microseconds since 1970.
 
-    Only displayed times and the deadlines of incomplete groups may depend on it, never the order of
-    the log or the ownership of a lease.
+    Displayed times and the deadlines of incomplete groups may depend on it, whether a process of
+    another machine counts as present, and whether ``wait_for_lease=False`` finds a lease expired;
+    never the order of the log, nor who may commit under a lease.
     """
     return time.time_ns() // 1000
 

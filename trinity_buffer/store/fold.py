@@ -83,6 +83,7 @@ def fold_rows(tx: Transaction, experiment: int, placed: PlacedFact) -> int:  # n
         case events.ExperiencesRejected():
             if fact.by == "strategy":
                 _decide(tx, experiment, fact)
+            # The key of `rejection` refuses a row that this consumer has rejected already.
             name, reasons = fact.consumer, zip(fact.experiences, fact.reasons, strict=True)
             tx.insert_many(tables.rejection, [(experiment, name, *row, at) for row in reasons])
             if fact.planned_groups:
@@ -96,7 +97,7 @@ def fold_rows(tx: Transaction, experiment: int, placed: PlacedFact) -> int:  # n
             _DONE.execute_later(tx, **says | {"rows_by_rank": ranks}, last=fact.steps[-1])
             _COMMITTED.execute_later(tx, **says, last=fact.steps[-1])
         case events.TrainerRewound():
-            for undo in (_UNCOMMIT, _REWIND):
+            for undo in (_UNCOMMIT, _REWIND):  # `policy` and `delivery` stay as they are
                 undo.execute_later(tx, **says)
         case events.PolicyPublished():
             tx.insert_many(tables.policy, [(experiment, at, fact.number, fact.uri, fact.digest)])

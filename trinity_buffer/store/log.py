@@ -114,7 +114,8 @@ def end_if_open(
     if not rows:
         return Place(0, origin(experiment_name(tx, experiment_id)))
     ((position, known, is_sealed),) = rows
-    # After a failover, `PostgresConnection` looks for what was seen: a new server may lack it.
+    # After a failover, `PostgresConnection` looks for what was seen: a new server may lack it. On
+    # SQLite nothing asks.
     tx.seen.append((experiment_id, position, known))
     return None if is_sealed else Place(position, known)
 

@@ -1,7 +1,8 @@
 """A strategy as a consumer of the log: it reads units, decides them, and commits with its cursor.
 
-A unit is what a strategy decides at once, a group or several. It is ready once its runs are stored,
-its batch is sealed or its time is over (`grouping`).
+A unit is what a strategy decides at once, a group or several. It is ready once its runs are stored
+(as many as planned, else ``rollouts_per_group``), its batch is sealed or its time is over
+(`grouping`).
 
 What is decided, its annotations and the cursor are one transaction. After a crash before it, the
 next process reads the same rows and calls the strategy again: only the outcome is recorded once.
@@ -340,7 +341,8 @@ class StrategyConsumer:
             await self._presence.seen()
             state = await database.changes.state()
             if self._reader.due_us < math.inf:
-                # Before the page is read that then closes the groups of these batches.
+                # Before the page is read that then closes the groups of these batches. Only the set
+                # that the trainer reads seals them.
                 await self._reader.seal_overdue()
             try:
                 page = partial(self._read_page, live=follow)
@@ -421,7 +423,8 @@ class StrategyConsumer:
     def _begin(self, units: Sequence[ReadyUnit]) -> tuple[deciding.Decision, list[ReadyUnit]]:
         """Return a decision on ``units``, and the groups of each that the strategy sees.
 
-        Those that lack runs are rejected in it, unless ``on_incomplete_group`` is ``keep``.
+        Those that lack runs are rejected in it, unless ``on_incomplete_group`` is ``keep``, the
+        default; the only other value is ``reject``.
         """
         decision = deciding.Decision(self.name, seen=self._reader.seen)
         if not all(any(group.members for group in unit) for unit in units):

@@ -337,6 +337,8 @@ class Decision:
 def fields_of(experience: Experience, over: Over) -> dict[str, tuple[Any, int]]:
     """Return the fields that a strategy changes without effect; of the mask, a copy.
 
+    What it sets is stored of the fields in `ANNOTATED` alone.
+
     With each value comes how often it was changed in place so far. Over runs, a row without a
     reward takes that of its run.
     """

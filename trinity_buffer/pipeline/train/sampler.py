@@ -233,7 +233,7 @@ class StepSampler:
             experiment.config.get("max_rejected_steps", waiting.MAX_REJECTED_STEPS),
         )
         self._sampling = options.sampling()
-        # Each step takes as many groups as the first.
+        # Each step takes as many groups as the first; only the bound on staleness moves.
         self._plan = self._sampling.plan(1, options.groups_per_step)
         self.annotation_set = options.annotation_set
         self._num_ready: list[int] = []
@@ -332,6 +332,7 @@ class StepSampler:
             groups = self._groups(s, step, partial_ok=partial_ok)
             if groups is None:
                 return None
+            # Called a lease here and below: a manifest that the caller is about to lease.
             lease, unfit = self._unplanned(step, groups), partial(self._unfit, s)
             lost, every = self._unwanted(s, lease), range(len(lease.groups))
             # Rejected rows are not replaced: the step gets smaller, or is selected anew if none is
@@ -356,6 +357,7 @@ class StepSampler:
             world_size=options.world_size,
             pairs=self._pairs,
         )
+        # The rows of each rank lie together, and padded rows with a budget are sorted by length.
         if order != list(range(len(order))):
             rows = rows.reordered(order)
         if lost:  # number the groups without those that are gone

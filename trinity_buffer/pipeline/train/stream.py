@@ -159,7 +159,8 @@ class TrainStream(CommitDoor[Coroutine[Any, Any, None]]):
     async def find_last_commit(self, committed: int) -> list[StepRow]:
         """Continue after the steps up to ``committed``; return the steps leased since."""
         name, self._committed = self.options.consumer, committed
-        # From the first step on, or from the last whose commit recorded the link of the chain.
+        # From the first step on, or from the last whose commit recorded the link of the chain. That
+        # is believed: `verify` computes it again.
         read, key = self._database.read, self.experiment.key
         steps = await read(trainer_queries.steps_from_link, key, name, committed)
         done = [row for row in steps if row.step <= committed]

@@ -402,9 +402,9 @@ class WriteCall:
         schema: name of the schema to check against.
         on_invalid: ``"raise"``, or ``"quarantine"`` to record invalid rows as rejected.
         store: where the blobs of segments are put.
-        uids: of all experiences of the caller, which are equal where the store takes their
-            addresses as equal; once they are valid, or replaced by what can be recorded of them.
-            Empty before the first attempt.
+        uids: one per experience of the caller, set once all are valid or replaced by what can be
+            recorded of them; empty before that. Compared instead of EIDs, which keep 7 and "7"
+            apart: the store does not.
         batches: what is to be written, with rows of the calls that share its event.
         digests: of the content of ``experiences`` when they were last prepared.
         place: of the last event with its rows; its position is 0 as long as nothing is written.
@@ -478,7 +478,7 @@ class WriteCall:
                 families={name: sum(map(len, blob)) for name, blob in batch.families.items()},
                 columns=batch.meta,
                 refused=refused,
-                scorable=is_scorable(batch.columns) or None,
+                scorable=is_scorable(batch.columns) or None,  # False is not written: it is nothing
                 sampling=batch.sampling,
             )
             events.append(new_event(fact))

@@ -54,7 +54,8 @@ def _prepared(calls: Sequence[WriteCall]) -> list[PreparedWrite]:
     """Encode ``calls``, those of one writer together. Computes: call it off the event loop."""
     together: dict[object, list[list[WriteCall]]] = {}
     for call in calls:
-        # First attempts of the same writer may share an event.
+        # First attempts of the same writer may share an event. One that was examined (it has uids)
+        # knows its own late and invalid rows, and stays alone.
         writer = (call.experiment, call.actor, call.schema)
         events = together.setdefault(call if call.uids else writer, [[]])
         if sum(len(other.experiences) for other in (*events[-1], call)) > sizes.rows_per_event:
