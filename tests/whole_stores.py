@@ -14,10 +14,9 @@ from trinity_buffer.pipeline.verify.projections import (
     decoded_events,
     no_progress,
     rebuild,
-    scratch_for,
 )
 from trinity_buffer.store.connection import open_for_migration
-from trinity_buffer.store.refold import Difference
+from trinity_buffer.store.refold import Difference, open_scratch
 from trinity_buffer.store.tables import SCHEMA_REVISION
 
 __all__ = [
@@ -38,7 +37,7 @@ __all__ = [
 
 async def diff_projections(database: Database, experiment: int) -> list[Difference]:
     """Return every row of the projections that is not what the log says."""
-    with scratch_for(database, experiment) as scratch:
+    with open_scratch(experiment) as scratch:
         return await compare(database, scratch, no_progress, decoded_events)
 
 

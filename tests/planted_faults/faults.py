@@ -55,8 +55,8 @@ FAULTS = [
     Fault(
         "a rebuild holds the write lock throughout",
         "pipeline/verify/projections.py",
-        "    with scratch_for(database, experiment) as scratch:\n",
-        "    with scratch_for(database, experiment) as scratch, __import__('trinity_buffer.store.sqlite', fromlist=['dbapi2']).dbapi2.connect(database.path) as held:\n        held.execute('BEGIN IMMEDIATE')\n",  # noqa: E501 - a text of the package
+        "    with refold.open_scratch(experiment) as scratch:\n",
+        "    with refold.open_scratch(experiment) as scratch, __import__('trinity_buffer.store.sqlite', fromlist=['dbapi2']).dbapi2.connect(database.path) as held:\n        held.execute('BEGIN IMMEDIATE')\n",  # noqa: E501 - a text of the package
         "tests/pipeline/test_sizes.py::test_a_rebuild_lets_others_write_at_every_stage",
     ),
     Fault(

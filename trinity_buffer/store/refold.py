@@ -168,27 +168,6 @@ def rows_of(tx: Transaction, experiment: int, span: Span) -> list[Row]:
     return sorted(_fetch(tx, experiment, span, rows), key=lambda row: repr(row[:key]))
 
 
-def agrees_with_live(tx: Transaction, experiment: int, span: Span) -> tuple[int, bool]:
-    """Return how many live rows a span has, and whether they equal the folded ones.
-
-    Runs on the folded side, with the live one attached: SQLite compares three million rows in the
-    time in which a tenth of them reaches Python.
-    """
-    table = _TABLES[span.table]
-    keys = ", ".join(column.name for column in table.primary_key)
-    others = (f'f."{c.name}" IS l."{c.name}"' for c in table.c if not c.primary_key)
-    ((live, folded, equal),) = _fetch(
-        tx,
-        experiment,
-        span,
-        "SELECT (SELECT count(*) FROM live.{table} WHERE {span}), "
-        "(SELECT count(*) FROM main.{table} WHERE {span}), "
-        "(SELECT count(*) FROM (SELECT * FROM main.{table} WHERE {span}) AS f "
-        f"JOIN live.{{table}} AS l USING ({keys}) WHERE {' AND '.join(others) or 'true'})",
-    )
-    return live, live == folded == equal
-
-
 def differences(span: Span, live: Sequence[Row], folded: Sequence[Row]) -> list[Difference]:
     """Return the rows that differ; computes nothing where all are equal."""
     if live == folded:
@@ -277,21 +256,18 @@ class Scratch:
     Attributes:
         experiment: key of the experiment in its own store, and here.
         position: the last event that was folded.
-        sees_live: whether the live projections are attached, as the schema ``live``.
     """
 
-    def __init__(self, tx: SQLiteTransaction, experiment: int, *, sees_live: bool) -> None:
+    def __init__(self, tx: SQLiteTransaction, experiment: int) -> None:
         self._tx = tx
         self.experiment = experiment
         self.position = 0
-        self.sees_live = sees_live
         self._contradiction: UnfoldableError | None = None
 
     def ask(
         self, f: Callable[Concatenate[Transaction, P], T], /, *args: P.args, **kwargs: P.kwargs
     ) -> T:
         """Return the result of ``f`` on these projections. Not on an event loop."""
-        # A transaction of its own: an attached store must not be held in one state for long.
         return self._tx.run(f, args, kwargs, writes=False)
 
     def fold(self, events: Sequence[PlacedFact]) -> None:
@@ -338,11 +314,8 @@ def _cause(error: Exception) -> str:
 
 
 @contextmanager
-def open_scratch(experiment: int, live: Path | None = None) -> Iterator[Scratch]:
+def open_scratch(experiment: int) -> Iterator[Scratch]:
     """Open empty projections for ``experiment`` in a temporary SQLite file.
-
-    Args:
-        live: file of a SQLite store, to be read beside them.
 
     Raises:
         StoreError: the folder of temporary files is full.
@@ -358,11 +331,8 @@ def open_scratch(experiment: int, live: Path | None = None) -> Iterator[Scratch]
             with closing(tx):
                 for statement in _PRAGMAS:
                     driver.execute(statement)
-                # Beside the scratch, so that SQLite compares rows without giving them to Python.
-                if live is not None:
-                    driver.execute("ATTACH ? AS live", (sqlite.uri_of(live),))
                 tx.run(_make_tables, ("TABLE", _NEEDLESS), {}, writes=True)
-                yield Scratch(tx, experiment, sees_live=live is not None)
+                yield Scratch(tx, experiment)
         except _DISK_ERRORS as error:
             raise StoreError(
                 f"the log cannot be folded in {path.parent.parent} ({_cause(error)}): free space "

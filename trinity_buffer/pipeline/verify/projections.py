@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Sequence
-from contextlib import AbstractContextManager, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -86,11 +86,6 @@ async def facts_of(
             yield event.position, event.fact
 
 
-def scratch_for(database: Database, experiment: int) -> AbstractContextManager[Scratch]:
-    """Open a scratch for one experiment of ``database``, to compare the two."""
-    return refold.open_scratch(experiment, database.path if database.dialect == "sqlite" else None)
-
-
 async def catch_up(
     database: Database,
     scratch: Scratch,
@@ -143,18 +138,12 @@ async def suspects(
                 suspected.append(span)
                 break
             piece = replace(span, up_to=limit)
-            if scratch.sees_live:
-                look = partial(scratch.ask, refold.agrees_with_live, experiment, piece)
-                number, agrees = await anyio.to_thread.run_sync(look)
-            else:
-                live = await database.read(refold.rows_of, experiment, piece)
-                folded = await anyio.to_thread.run_sync(
-                    scratch.ask, refold.rows_of, experiment, piece
-                )
-                number, agrees = len(live), not refold.differences(piece, live, folded)
-            if not agrees:
+            live = await database.read(refold.rows_of, experiment, piece)
+            look = partial(scratch.ask, refold.rows_of, experiment, piece)
+            folded = await anyio.to_thread.run_sync(look)
+            if refold.differences(piece, live, folded):
                 suspected.append(piece)
-            done += number
+            done += len(live)
             progress("compare", min(done, total), total)
             span = replace(span, after=limit)
     progress("compare", total, total)
@@ -253,7 +242,7 @@ async def rebuild(
                 )
         return decoded_events(page)
 
-    with scratch_for(database, experiment) as scratch:
+    with refold.open_scratch(experiment) as scratch:
         mended = await compare(database, scratch, progress, decode, mends=True)
         tables = Counter(difference.table for difference in mended)
         return RebuildReport(scratch.position, dict(sorted(tables.items())))

@@ -266,7 +266,7 @@ async def verify(
     compares = noted is not None and noted.contents.number > 0
     lease_at = partial(_lease_at, experiment)
     audit = LogAudit(EventChain(experiment.name, heads), lease_at, contents=compares)
-    with nullcontext() if quick else projections.scratch_for(database, key) as scratch:
+    with nullcontext() if quick else refold.open_scratch(key) as scratch:
         # Before the log is read, and up to the head of then: what comes later is neither audited
         # nor counted.
         live = await database.read(_snapshot, key)
