@@ -167,6 +167,21 @@ class Early(PolicyLossFn):
         return (logprob * action_mask).sum(), {}
 
 
+class Own(PolicyLossFn):
+    """Reduces over what it is given."""
+
+    @override
+    def __call__(self, logprob: Tensor, action_mask: Tensor) -> Any:
+        """Return the sum."""
+        return (logprob * action_mask).sum(), {}
+
+
+def test_a_loss_without_denominators_is_told_how_to_take_them() -> None:
+    algorithm = build("grpo", policy_loss_fn=Own, kl_loss_fn="none", entropy_loss_fn="none")
+    with pytest.raises(TypeError, match=r"Own takes no layout: .*layout=None.*aggregate_loss"):
+        algorithm.loss(microbatch()["old_logprob"], microbatch())
+
+
 @pytest.mark.parametrize("kl", ["none", "k2"])
 def test_a_loss_may_be_a_constant_where_nothing_is_acted(kl: str) -> None:
     batch, logprob = microbatch(), microbatch()["old_logprob"].requires_grad_()

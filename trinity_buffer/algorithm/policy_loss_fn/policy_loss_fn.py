@@ -152,6 +152,11 @@ def _with_backend_names(
         owner = type(self).__name__
         for name in by_our_name:
             if name not in accepted | OFFERED and not open_ended:
+                if name == "layout":
+                    raise TypeError(
+                        f"{owner} takes no layout: add `layout=None` to its parameters, and hand "
+                        "it to aggregate_loss(), which divides by the counts of the whole step"
+                    )
                 known = ["logprob", *self.select_keys, *({"layout"} & accepted)]
                 raise TypeError(
                     f"{owner} takes no tensor {name!r}{did_you_mean(name, known)} "
