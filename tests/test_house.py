@@ -33,7 +33,6 @@ BROAD_EXCEPTS = {
     f"{PACKAGE}/store/connection.py:execute": "raised again where the trip is waited for",
     f"{PACKAGE}/pipeline/coordination/waiting.py:task_group": "raised again, bare of the group",
     f"{PACKAGE}/pipeline/write/batch.py:prepare": "handed to its caller",
-    f"{PACKAGE}/pipeline/coordination/waiting.py:run": "raised at the end of the body",
     f"{PACKAGE}/pipeline/write/writer.py:_commit": "handed to every caller of the group",
     f"{PACKAGE}/pipeline/write/writer.py:_commit_singly": "handed to its caller",
 }

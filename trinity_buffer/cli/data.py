@@ -25,7 +25,6 @@ from trinity_buffer.inspector.source import Source
 from trinity_buffer.inspector.table import parquet_writer, record_batches
 from trinity_buffer.inspector.tracking import track as track_steps
 from trinity_buffer.pipeline.coordination.diagnosis import counted
-from trinity_buffer.pipeline.coordination.waiting import made_ahead
 from trinity_buffer.pipeline.history.compact import compact as compact_experiment
 from trinity_buffer.pipeline.history.compact import restore as restore_experiment
 from trinity_buffer.pipeline.store import Experiment, Store, open_store
@@ -73,10 +72,9 @@ async def export(
     gc.freeze()  # else everything that was imported is scanned again, every few pages
     wanted = record_batches(source, annotation_set, step, trainer)
     with _written(output) as write:
-        # The next batch is read while one is written, and so that is done in a thread.
-        async with aclosing(wanted) as batches, made_ahead(lambda: anext(batches, None)) as made:
-            async for batch in made:
-                await anyio.to_thread.run_sync(write, batch)
+        async with aclosing(wanted) as batches:
+            async for batch in batches:
+                write(batch)
                 count += batch.num_rows
                 if batch.column("damaged").null_count < batch.num_rows:
                     rows = batch.select(["uid", "damaged"]).to_pylist()

@@ -8,7 +8,7 @@ A process of this machine is also checked directly, by its number and start time
 are comparable only within one PID namespace: containers have their own, so a host is identified by
 more than its name.
 
-What goes on beside a wait: tasks that end with the body of a context, and work ahead of its use.
+What goes on beside a wait: tasks that end with the body of a context.
 """
 
 from __future__ import annotations
@@ -79,32 +79,6 @@ async def task_group(*tasks: Callable[[], Coroutine[Any, Any, None]]) -> AsyncIt
             failure = failure.exceptions[0]
     if failure is not None:
         raise failure
-
-
-@asynccontextmanager
-async def made_ahead(
-    make: Callable[[], Coroutine[Any, Any, T | None]],
-) -> AsyncIterator[AsyncIterator[T]]:
-    """Yield results of ``make`` until None; the next one is made while the caller uses the last.
-
-    An error of ``make`` is raised after all earlier results were yielded.
-    """
-    send, receive = anyio.create_memory_object_stream[T](0)
-    failure: list[Exception] = []
-
-    async def run() -> None:
-        async with send:
-            try:
-                while (made := await make()) is not None:
-                    await send.send(made)
-            except Exception as error:  # noqa: BLE001 - re-raised below
-                failure.append(error)
-
-    async with task_group(run):
-        with receive:
-            yield receive
-        if failure:
-            raise failure[0]
 
 
 PROC = Path("/proc")

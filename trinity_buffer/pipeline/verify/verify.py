@@ -24,7 +24,7 @@ import anyio.to_thread
 from trinity_buffer import events
 from trinity_buffer.errors import InvalidArgumentError
 from trinity_buffer.limits import sizes
-from trinity_buffer.pipeline.coordination.waiting import made_ahead, task_group
+from trinity_buffer.pipeline.coordination.waiting import task_group
 from trinity_buffer.pipeline.store import Experiment
 from trinity_buffer.pipeline.train import checkpoint as checkpoints
 from trinity_buffer.pipeline.train.checkpoint import version_of
@@ -33,7 +33,7 @@ from trinity_buffer.pipeline.verify.addresses import Names
 from trinity_buffer.pipeline.verify.log_audit import LogAudit, Problem, TrainerAudit
 from trinity_buffer.store import counters, log, refold
 from trinity_buffer.store.counts import PlanCounts, StrategyCounts, TrainerCounts
-from trinity_buffer.store.log import EventChain, StoredEvent
+from trinity_buffer.store.log import EventChain
 from trinity_buffer.store.refold import Scratch, UnfoldableError
 from trinity_buffer.store.rows import address_of, format_address
 from trinity_buffer.store.transaction import Transaction
@@ -438,19 +438,14 @@ async def _read_log(
         How many segments were opened, and what is wrong with which of them.
     """
     database, key = experiment.database, experiment.key
-    log_pages = projections.pages(database, key, up_to=head)
     number, problems = 0, list[tuple[bytes, Problem]]()
-
-    async def next_page() -> list[StoredEvent] | None:
-        return await anext(log_pages, None)
 
     async def fold(scratch: Scratch, facts: Sequence[events.PlacedFact]) -> None:
         with suppress(UnfoldableError):  # the comparison raises it again
             await anyio.to_thread.run_sync(scratch.fold, facts)
 
-    # A page is read while the one before is worked on.
-    async with aclosing(log_pages), made_ahead(next_page) as ahead:
-        async for page in ahead:
+    async with aclosing(projections.pages(database, key, up_to=head)) as pages:
+        async for page in pages:
             facts = await anyio.to_thread.run_sync(audit.add, page)
             if scratch is not None:
                 async with task_group() as group:  # SQLite folds while segments are decoded
