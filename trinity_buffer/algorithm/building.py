@@ -286,7 +286,7 @@ def _loss_and_metrics(loss: PolicyLossFn, answer: Any) -> Sequence[Any]:
             "loss and a mapping of metrics, as in `return loss, {}`"
         )
     if isinstance(answer[0], Tensor) and answer[0].numel() != 1:
-        raise InvalidArgumentError(
+        raise TypeError(
             f"the loss of {type(loss).__name__} returned a tensor of shape "
             f"{list(answer[0].shape)}: it must be one number, as aggregate_loss() makes it"
         )
