@@ -48,6 +48,8 @@ class Sizes:
         bytes_made_ahead: columns of a step that are made before the trainer asks for it; of larger
             ones each is made when it is first read, which takes less than half the memory
             and some milliseconds of the trainer's time.
+        pieces_kept: memory of steps: one in the trainer's hands, one ready, one being filled, one
+            to spare.
         segments_per_audit, bytes_per_audit: segments that `verify` reads at once.
         rows_per_span: rows of a projection that are compared at once.
         rows_per_file: rows that `compact` looks at together; their segments go into one file.
@@ -84,6 +86,7 @@ class Sizes:
     rows_kept: int = 32_768
     bytes_kept: int = 16 * _MIB
     bytes_made_ahead: int = 32 * _MIB
+    pieces_kept: int = 4
     segments_per_audit: int = 64
     bytes_per_audit: int = 32 * _MIB
     rows_per_span: int = 4096

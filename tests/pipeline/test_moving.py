@@ -1,4 +1,4 @@
-"""Columns are moved to their device once, as they are looked at.
+"""Columns are moved to their device once, as they are looked at, out of memory that is used again.
 
 A device that copies when it likes stands in for a GPU: bytes are there when somebody waits for
 them, and are what their source holds then.
@@ -7,10 +7,10 @@ them, and are what their source holds then.
 from __future__ import annotations
 
 import copy
+import ctypes
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
-from unittest.mock import MagicMock, Mock
 
 import numpy as np
 import pytest
@@ -33,11 +33,11 @@ class Copy:
     """One copy under way, and its end.
 
     Attributes:
-        source: what it copies; a GPU's pinned memory stays until that is done.
+        address: of its source, which nothing but the mover keeps.
     """
 
     device: SlowDevice
-    source: Tensor
+    address: int
     there: Tensor
     done: bool = False
 
@@ -49,7 +49,8 @@ class Copy:
         """Copy this one, and all before it: they are on one stream."""
         for one in self.device.copies[: self.device.copies.index(self) + 1]:
             if not one.done:
-                one.there.copy_(one.source)
+                source = bytearray(ctypes.string_at(one.address, len(one.there)) or b"-")
+                one.there.copy_(torch.frombuffer(source, dtype=torch.uint8)[: len(one.there)])
                 one.done = True
 
 
@@ -58,15 +59,18 @@ class SlowDevice:
     """A device that copies as late as it may."""
 
     copies: list[Copy] = field(default_factory=list)
+    allocated: list[bytearray] = field(default_factory=list)
     received: list[int] = field(default_factory=list)
 
-    def pinned(self, size: int) -> Tensor:
-        """Return memory of which nothing is known."""
-        return torch.full((size,), 88, dtype=torch.uint8)
+    def pinned(self, size: int) -> Array:
+        """Return memory that stays, whatever becomes of the array."""
+        self.allocated.append(bytearray(size))
+        return np.frombuffer(self.allocated[-1], np.uint8)
 
-    def send(self, source: Tensor) -> tuple[Tensor, Any]:
+    def send(self, source: Array) -> tuple[Tensor, Any]:
         """Begin a copy."""
-        found = Copy(self, source, torch.full((len(source),), 77, dtype=torch.uint8))
+        address = int(source.__array_interface__["data"][0])
+        found = Copy(self, address, torch.full((len(source),), 77, dtype=torch.uint8))
         self.copies.append(found)
         return found.there, found
 
@@ -75,6 +79,11 @@ class SlowDevice:
         assert done.there is there
         self.received.append(self.copies.index(done))
         done.synchronize()
+
+    @property
+    def addresses(self) -> list[int]:
+        """Where the sources of the copies lie."""
+        return [one.address for one in self.copies]
 
 
 @pytest.fixture
@@ -138,29 +147,26 @@ def test_columns_begin_where_any_dtype_may(slow: SlowDevice) -> None:
     assert [found[n].storage_offset() * found[n].itemsize for n in found] == [0, 64, 128, 128]
 
 
-def test_columns_of_the_next_step_leave_a_copy_under_way_alone(slow: SlowDevice) -> None:
+def test_memory_is_used_again_when_its_copy_is_done_and_not_before(slow: SlowDevice) -> None:
     mover = Mover("meta")
-    assert LazyTensors(mover.columns({"a": np.full(9, 1, np.uint8)}))["a"].tolist() == [1] * 9
+    late = mover.columns({"a": np.full(9, 1, np.uint8)})
+    assert LazyTensors(late)["a"].tolist() == [1] * 9
     ahead = [mover.columns({"a": np.full(9, n, np.uint8)}) for n in range(2, 5)]
+    addresses = slow.addresses
+    assert addresses[1] == addresses[0]  # that copy was done
+    assert len(set(addresses[1:])) == 3
     assert [one.done for one in slow.copies] == [True, False, False, False]
     assert [LazyTensors(one)["a"].tolist() for one in ahead] == [[n] * 9 for n in range(2, 5)]
+    mover.columns({"a": np.full(9, 5, np.uint8)})
+    assert slow.addresses[-1] in addresses
 
 
-def test_a_gpu_is_sent_memory_that_torch_has_pinned_and_does_not_wait(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    asked: list[Any] = []
-    there = Mock(copy_=lambda source, **how: asked.append((source, how)))
-
-    def empty(*_: Any, pin_memory: bool = False, **__: Any) -> Any:
-        return "pinned" if pin_memory else there
-
-    for name in ("Stream", "Event", "stream"):
-        monkeypatch.setattr(torch.cuda, name, MagicMock())
-    monkeypatch.setattr(torch, "empty", empty)
-    gpu = microbatch.CudaTransfers(torch.device("cuda:0"))
-    assert gpu.send(gpu.pinned(6))[0] is there
-    assert asked == [("pinned", {"non_blocking": True})]
+def test_small_columns_of_any_size_share_their_memory(slow: SlowDevice) -> None:
+    mover = Mover("meta")
+    for size in (1, 60_000, 9, 0, 3000):
+        late = mover.columns({"a": np.arange(size, dtype=np.uint8)})
+        assert len(LazyTensors(late)["a"]) == size
+    assert len(set(slow.addresses)) == 1
 
 
 def test_boundaries_are_there_when_they_are_returned(slow: SlowDevice) -> None:
@@ -273,6 +279,7 @@ async def test_a_stream_serves_the_same_bits_on_a_device(
             assert one.keys() == two.keys()
             assert all(torch.equal(one[name], two[name]) for name in one)
         assert (other.layout.cu_seqlens is None) == (layout == "padded")
+    assert len(slow.allocated) < len(slow.copies) / 2
 
 
 async def test_columns_that_no_step_looked_at_are_not_moved(

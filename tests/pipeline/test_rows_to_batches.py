@@ -21,6 +21,7 @@ from trinity_buffer.options import Layout
 from trinity_buffer.pipeline.load import reading
 from trinity_buffer.pipeline.load.columns import Array
 from trinity_buffer.pipeline.train.collate import LazyColumns, Part
+from trinity_buffer.pipeline.train.microbatch import StepMemory
 
 TASKS, RUNS = 16, 4
 LAYOUTS = [("padded", None), ("padded", 4096), ("packed", None), ("packed", 4096)]
@@ -228,3 +229,17 @@ async def test_a_segment_is_read_once_for_all_the_steps_that_its_rows_go_to(
     assert steps > 3
     assert max(read.values()) >= times
     assert times > 1 or set(read.values()) == {1}
+
+
+def test_memory_is_used_again_only_when_no_tensor_looks_at_it() -> None:
+    memory = StepMemory()
+    held = torch.from_numpy(memory.take(1000).view(np.float32))
+    held.fill_(1)
+    other = memory.take(1000)
+    assert not np.shares_memory(held.numpy(), other)
+    part = held[3:7]
+    del held
+    assert not np.shares_memory(part.numpy(), memory.take(1000))
+    where = part.data_ptr() - 3 * 4
+    del part
+    assert memory.take(900).ctypes.data == where

@@ -41,7 +41,7 @@ from trinity_buffer.pipeline.annotate.grouping import Group
 from trinity_buffer.pipeline.load.columns import RowLoader
 from trinity_buffer.pipeline.load.reading import EventCache
 from trinity_buffer.pipeline.train.collate import collate_step
-from trinity_buffer.pipeline.train.microbatch import Mover
+from trinity_buffer.pipeline.train.microbatch import Mover, StepMemory
 from trinity_buffer.store import writer_queries
 from trinity_buffer.writer import StagedWriter
 
@@ -411,8 +411,8 @@ async def test_a_step_of_an_older_version_is_computed_as_it_was(sqlite_url: str)
         loaded = await experiment.database.read_session(lambda s: loader.load(s, partly))
         assert loaded.unrewarded is None, "it was trained with 0 on the rows before the last"
     old = structs.replace(step.manifest, by_run=False)
-    here = Mover("cpu")
-    (before,) = collate_step(old, rows_of_step, here).microbatches
+    here = Mover("cpu"), StepMemory()
+    (before,) = collate_step(old, rows_of_step, *here).microbatches
     assert "run_index" not in before
-    (now,) = collate_step(step.manifest, rows_of_step, here).microbatches
+    (now,) = collate_step(step.manifest, rows_of_step, *here).microbatches
     assert sorted(now["run_index"].tolist()) == [0] * 9 + [1, 2, 3]

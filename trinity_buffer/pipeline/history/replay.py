@@ -23,7 +23,7 @@ from trinity_buffer.pipeline.store import Experiment, open_store
 from trinity_buffer.pipeline.sync_stream import SyncTrainStream, in_portal
 from trinity_buffer.pipeline.train.checkpoint import resolve_moved
 from trinity_buffer.pipeline.train.collate import collate_step
-from trinity_buffer.pipeline.train.microbatch import Mover
+from trinity_buffer.pipeline.train.microbatch import Mover, StepMemory
 from trinity_buffer.pipeline.train.options import Resume
 from trinity_buffer.pipeline.train.sampler import plan_again
 from trinity_buffer.pipeline.train.step import CommitDoor, TrainStep
@@ -73,7 +73,7 @@ async def replayed_steps(
         raise InvalidArgumentError(
             f"steps {first}:{last}: trainer {consumer!r} was handed steps 1 to {row.leased_step}"
         )
-    link, mover = manifests.FIRST_LINK, Mover(device)
+    link, mover, memory = manifests.FIRST_LINK, Mover(device), StepMemory()
     loader = RowLoader(EventCache(key, experiment.name))
     async for recorded in _steps(experiment, consumer, first, last):
         # A commit says its link; only the steps between commits are chained here.
@@ -101,7 +101,7 @@ async def replayed_steps(
                 )
             part = partial(collate_step, rank=rank, world=world_size)
             yield replace(
-                await anyio.to_thread.run_sync(part, manifest, rows, mover),
+                await anyio.to_thread.run_sync(part, manifest, rows, mover, memory),
                 chain=link,
                 recorded=True,
                 skipped=commit is not None and recorded.step in commit.skipped_steps,

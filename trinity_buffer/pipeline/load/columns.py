@@ -327,9 +327,13 @@ class LoadedRows:
         """Return the rows with row ``order[i]`` as row ``i``."""
         places = np.empty(len(order), np.int64)
         places[list(order)] = np.arange(len(order))
+        moved: dict[int, Array] = {}  # fields of one segment go on sharing their array of rows
         fields = no_fields(len(order))
         for name, of in self.fields.items():
-            fields[name].blocks += [replace(block, rows=places[block.rows]) for block in of.blocks]
+            fields[name].blocks += [
+                replace(block, rows=moved.setdefault(id(block.rows), places[block.rows]))
+                for block in of.blocks
+            ]
         return replace(
             self,
             facts=self.facts.reordered([*order]),

@@ -1,7 +1,8 @@
 """Collates rows into micro-batches of full-length, token-aligned tensors, padded or packed.
 
 Element t describes token t; a response-aligned column is placed from ``prompt_length`` on, and
-position 0 holds 0. The micro-batches of a rank are parts of one flat column of each name.
+position 0 holds 0. The micro-batches of a rank are parts of one flat column of each name. Rows of
+one shape at equal distances form a rectangle of it: a few large copies write each byte once.
 
 In a step of usual size, the columns that most losses read are made ahead, while the trainer
 computes. In a large step of long rows, every column stays in its stored bytes until it is first
@@ -63,6 +64,7 @@ def collate_step(
     lease: BatchLeased,
     rows: LoadedRows,
     mover: microbatch.Mover,
+    memory: microbatch.StepMemory,
     *,
     rank: int = 0,
     world: int = 1,
@@ -76,6 +78,7 @@ def collate_step(
     Args:
         lease, rows: the manifest of the step, and its rows.
         mover: moves the tensors to their device.
+        memory: memory of earlier steps to reuse.
         rank, world: the rank, and the number of ranks.
 
     Raises:
@@ -105,7 +108,7 @@ def collate_step(
     responses, recorded = _responses(rows, pairs=size == 2)
     if recorded is not None:
         per_row["logprob_mask"] = recorded
-    flat = _columns_of_step(rows, responses, rewards, places)
+    flat = _columns_of_step(rows, responses, rewards, places, memory)
     if rows.facts.sampling.any():
         flat |= _temperature(rows, places)
     total, expert = (_totals(rows, per_row["group_index"], of) for of in (slice(None), rows.expert))
@@ -330,11 +333,14 @@ class Places:
         self.prompts, self.lengths, self.padded = facts.prompt_length, facts.length, padded
         self.begins = np.full(len(facts.length), -1, np.int64)
         self.size, self.parts = 0, list[Part]()
+        extents = facts.length.copy()  # padding included
+        self._shapes: dict[int, tuple[Array, tuple[int, ...] | None]] = {}
         for plan in plans:
             rows, number = slice(plan.start, plan.stop), plan.stop - plan.start
             if padded:
                 shape: tuple[int, ...] = (number, plan.width)
                 self.begins[rows] = self.size + np.arange(number) * plan.width
+                extents[rows] = plan.width
             else:
                 own_lengths = self.lengths[rows]
                 shape = (int(own_lengths.sum()),)
@@ -342,6 +348,35 @@ class Places:
             elements = slice(self.size, self.size + math.prod(shape))
             self.parts.append(Part(rows, elements, shape))
             self.size = elements.stop
+        self._bounds = np.stack((self.begins, self.prompts, self.lengths, extents))
+
+    def area(
+        self, column: Array, block: Block, *, after_prompt: bool
+    ) -> tuple[Array, int, int] | None:
+        """Return the rows of a block as one view of a column, and where their values begin and end.
+
+        None if they differ in shape or distance: they must be written one by one.
+        """
+        # Blocks of one segment share their array of rows, so its identity can be the cache key.
+        rows, where = self._shapes.get(id(block.rows), (None, None))
+        if rows is not block.rows:
+            rows, where = block.rows, None
+            bounds = self._bounds[:, rows]
+            first, prompt, length, extent = bounds[:, 0].tolist()
+            distance = int(bounds[0, 1]) - first if len(rows) > 1 else extent
+            steps = bounds[:, 1:] - bounds[:, :-1]
+            alike = (steps == [[distance], [0], [0], [0]]).all()
+            if first >= 0 and distance >= extent and alike:
+                where = first, distance, prompt, length, extent
+            self._shapes[id(rows)] = rows, where
+        if where is None:
+            return None
+        first, distance, prompt, length, extent = where
+        start, width = prompt if after_prompt else 0, column.itemsize
+        if not block.scaled and len(block.data) != len(rows) * (length - start):
+            return None
+        shape, strides = (len(rows), extent), (distance * width, width)
+        return np.ndarray(shape, column.dtype, column, first * width, strides), start, length
 
     def put_last(self, values: Array, column: Array) -> None:
         """Write ``values``, one for the last token of each row, NaN for none."""
@@ -390,16 +425,38 @@ class Source:
 
     def write(self, column: Array, factors: Array | None) -> Iterator[None]:
         """Write a column into uninitialized memory, one block at a time."""
-        if self.zeros:
+        blocks, area, after_prompt = self.blocks, self.places.area, self.after_prompt
+        areas = deque(area(column, block, after_prompt=after_prompt) for block in blocks)
+        on_rank = np.count_nonzero(self.places.begins >= 0)
+        # Then the zeros between rows are written with the rows, while both are in the cache.
+        whole = None not in areas and sum(len(block.rows) for block in blocks) == on_rank
+        if self.zeros and not whole:
             column.fill(0)
-        while self.blocks:
-            self._put_rows(column, self.blocks.popleft(), factors)
+        while blocks:
+            block, where = blocks.popleft(), areas.popleft()
+            if where is None:
+                self._put_rows(column, block, factors)
+            else:
+                rows, start, stop = where
+                if whole:
+                    rows[:, :start] = rows[:, stop:] = 0
+                target = rows[:, start:stop]
+                if not block.scaled:
+                    target[...] = block.data.reshape(target.shape)
+                elif factors is None:
+                    target[...] = block.data[:, None]
+                else:
+                    mask = area(factors, block, after_prompt=after_prompt)
+                    assert mask is not None  # it has the places of the column
+                    mine = mask[0][:, start:stop]
+                    np.multiply(mine, block.data[:, None], out=target, casting="unsafe")
+            del block
             yield
         if self.finish is not None:
             self.finish(column)
 
     def _put_rows(self, column: Array, block: Block, factors: Array | None) -> None:
-        """Write the rows of a block, those of this rank."""
+        """Write the rows of a block one by one."""
         places, rows = self.places, block.rows
         begins = places.begins[rows]
         starts = begins + places.prompts[rows] if self.after_prompt else begins
@@ -489,6 +546,7 @@ def _columns_of_step(
     responses: Mapping[str, Field],
     rewards: Array,
     places: Places,
+    memory: microbatch.StepMemory,
 ) -> dict[str, Array | LazyColumn]:
     """Return the flat columns of all micro-batches by name, made or lazy."""
     tokens, masks = rows.fields["tokens"].blocks, rows.fields["action_mask"].blocks
@@ -517,8 +575,8 @@ def _columns_of_step(
             late.add("returns")
         if not places.padded:
             late.add("attention_mask")
-        # Of memory that earlier steps have freed, which malloc keeps (`keep_what_is_freed`).
-        ahead = {n: np.empty(places.size, of.dtype) for n, of in sources.items() if n not in late}
+        dtypes = {name: of.dtype for name, of in sources.items() if name not in late}
+        ahead = memory.columns(places.size, dtypes)
         # The mask first: scaled columns are multiples of it.
         others = dict(ahead)
         mask = others.pop("action_mask")

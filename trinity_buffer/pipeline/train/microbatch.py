@@ -1,16 +1,18 @@
 """Micro-batches: tensors by name for one forward and backward pass.
 
 Their columns are moved to the device once, and only if they are read. A GPU copies from pinned
-memory while it computes. The columns that were read in earlier steps go there in a single copy; the
-others follow when first read.
+memory while it computes. The columns that were read in earlier steps go there in a single copy from
+one reusable piece of memory; the others follow when first read.
 """
 
 from __future__ import annotations
 
 import sys
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass, field
 from functools import cache, cached_property, partial
+from threading import Lock
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -20,6 +22,7 @@ from typing_extensions import override
 
 from trinity_buffer.algorithm.layout import BatchLayout
 from trinity_buffer.errors import InvalidArgumentError, TrainingError
+from trinity_buffer.limits import sizes
 from trinity_buffer.pipeline.load.columns import Array
 
 
@@ -214,6 +217,55 @@ Column: TypeAlias = "Array | Callable[[], Array] | Lazy"
 """A column, a function that makes it when first read, or one that is on the device already."""
 
 
+_OUR_REFERENCES = 3
+"""References to an unused piece: by the deque, the loop, and the call of `sys.getrefcount`."""
+
+
+def begins_of(widths: Mapping[str, int]) -> tuple[dict[str, int], int]:
+    """Return where columns of so many bytes begin in one piece of memory, and its size."""
+    begins, size = dict[str, int](), 0
+    for name, width in widths.items():
+        begins[name] = size
+        size += width + -width % 64  # aligned, as vector instructions want it
+    return begins, size
+
+
+class StepMemory:
+    """Reuses memory, in one piece for all columns of a step.
+
+    Touching fresh memory costs more than writing to it: the kernel has to find, clear and map each
+    page. So pieces are kept, and handed out again once no array or tensor refers to them. Not for
+    concurrent use by threads.
+
+    Args:
+        allocate: returns fresh bytes; None: ordinary memory.
+    """
+
+    def __init__(self, allocate: Callable[[int], Array] | None = None) -> None:
+        self._allocate = allocate or partial(np.empty, dtype=np.uint8)
+        self._pieces: deque[Array] = deque(maxlen=sizes.pieces_kept)
+
+    def take(self, size: int) -> Array:
+        """Return ``size`` uninitialized bytes."""
+        for piece in self._pieces:
+            fits = size <= len(piece) <= 4 * size
+            if fits and sys.getrefcount(piece) <= _OUR_REFERENCES:
+                return piece[:size]
+        new = self._allocate(size + size // 8)  # slack: sizes of steps differ a little
+        self._pieces.append(new)
+        return new[:size]
+
+    def columns(self, number: int, dtypes: Mapping[str, type[np.generic]]) -> dict[str, Array]:
+        """Return columns of ``number`` uninitialized elements, all in one piece."""
+        widths = {name: number * np.dtype(dtype).itemsize for name, dtype in dtypes.items()}
+        begins, size = begins_of(widths)
+        piece = self.take(size)
+        return {
+            name: piece[begin : begin + widths[name]].view(dtypes[name])
+            for name, begin in begins.items()
+        }
+
+
 class CudaTransfers:
     """Copies to a GPU while it computes, on a stream of its own.
 
@@ -225,19 +277,19 @@ class CudaTransfers:
         self._device = device
         self._stream = torch.cuda.Stream(device=device)
 
-    def pinned(self, size: int) -> Tensor:
+    def pinned(self, size: int) -> Array:
         """Return ``size`` bytes of memory that the device can read directly."""
-        return torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=True)
+        memory: Array = torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=True).numpy()
+        return memory
 
-    def send(self, source: Tensor) -> tuple[Tensor, torch.cuda.Event]:
+    def send(self, source: Array) -> tuple[Tensor, torch.cuda.Event]:
         """Start copying bytes to the device; return the copy there, and the event of its end.
 
-        Into memory of the copy stream, so that it need not wait for any computation. The caller may
-        drop the source at once: torch reuses pinned memory only after the copies from it are done.
+        Into memory of the copy stream, so that it need not wait for any computation.
         """
         with torch.cuda.stream(self._stream):
             there = torch.empty(len(source), dtype=torch.uint8, device=self._device)
-            there.copy_(source, non_blocking=True)
+            there.copy_(torch.from_numpy(source), non_blocking=True)
             done = torch.cuda.Event()
             done.record(self._stream)
         return there, done
@@ -292,6 +344,8 @@ class Mover:
         self._is_here = device == "cpu"
         # Always moved ahead: an error has to name its rows even when the device has no memory left.
         self._looked_at = {"sample_index"}
+        self._under_way: deque[tuple[torch.cuda.Event, Array]] = deque()
+        self._lock = Lock()
 
     @cached_property
     def device(self) -> torch.device:
@@ -304,6 +358,11 @@ class Mover:
     @cached_property
     def _transfers(self) -> CudaTransfers | None:
         return transfers_of(self.device)
+
+    @cached_property
+    def _memory(self) -> StepMemory:
+        assert self._transfers is not None
+        return StepMemory(self._transfers.pinned)
 
     def columns(self, columns: Mapping[str, Column]) -> dict[str, Any]:
         """Return the columns of a micro-batch as tensors or lazy ones."""
@@ -370,16 +429,23 @@ class Mover:
     def _send(self, columns: Mapping[str, Tensor]) -> _Sent:
         """Start copying columns to the device in one piece."""
         assert self._transfers is not None
-        begins, size = dict[str, int](), 0
-        for name, column in columns.items():
-            begins[name] = size
-            size += column.nbytes + -column.nbytes % 64  # aligned, as any dtype wants it
-        source = self._transfers.pinned(size)
-        for name, column in columns.items():
-            _place(source, begins[name], column).copy_(column)
-        there, done = self._transfers.send(source)
+        begins, size = begins_of({name: column.nbytes for name, column in columns.items()})
+        with self._lock:
+            while self._under_way and self._under_way[0][0].query():
+                self._under_way.popleft()
+            # Small pieces get one common size, so that each can reuse the memory of another.
+            source = self._memory.take(max(size, _SMALL))[:size]
+            whole = torch.from_numpy(source)
+            for name, column in columns.items():
+                _place(whole, begins[name], column).copy_(column)
+            there, done = self._transfers.send(source)
+            # Keep a reference until the copy is done, or the memory would be handed out again.
+            self._under_way.append((done, source))
         placed = {name: _place(there, begins[name], column) for name, column in columns.items()}
         return _Sent(placed, there, done)
+
+
+_SMALL = 64 * 1024
 
 
 def _place(whole: Tensor, begin: int, column: Tensor) -> Tensor:

@@ -41,7 +41,7 @@ from trinity_buffer.pipeline.load.reading import EventCache
 from trinity_buffer.pipeline.manifest import FIRST_LINK, chain, leased_step
 from trinity_buffer.pipeline.train import checkpoint as checkpoints
 from trinity_buffer.pipeline.train.collate import collate_step
-from trinity_buffer.pipeline.train.microbatch import Mover
+from trinity_buffer.pipeline.train.microbatch import Mover, StepMemory
 from trinity_buffer.pipeline.train.options import (
     Resume,
     StreamOptions,
@@ -120,6 +120,7 @@ class TrainStream(CommitDoor[Coroutine[Any, Any, None]]):
         self.queue = StepQueue(options.prefetch)
         self._database = experiment.database
         self._loader = RowLoader(EventCache(experiment.key, experiment.name))
+        self._memory = StepMemory()
         self._mover = Mover(options.device)
         # Recorded rows need no advantages, and a loss that does has said so.
         computed = not options.needs and options.annotation_set != RECORDED
@@ -193,7 +194,7 @@ class TrainStream(CommitDoor[Coroutine[Any, Any, None]]):
         """Return the next step of the chain, with this rank's micro-batches."""
         options = self.options
         rank, world = options.rank, options.world_size
-        step = collate_step(lease, rows, self._mover, rank=rank, world=world)
+        step = collate_step(lease, rows, self._mover, self._memory, rank=rank, world=world)
         for microbatch in step.microbatches:
             if not rows.fields["advantages"].blocks:
                 microbatch.read_zeros = self._read_zeros
