@@ -11,9 +11,10 @@ from msgspec import structs
 from tests.contract.making import rollout
 from tests.raw_store import encode_experiences
 from tests.whole_stores import replayed_steps
-from trinity_buffer import assign_rewards, open_store
+from trinity_buffer import assign_rewards, open_replay_stream, open_store
 from trinity_buffer.codec.objects import encode_body
 from trinity_buffer.codec.segments import decode_segment
+from trinity_buffer.errors import InvalidArgumentError
 from trinity_buffer.events import (
     BatchLeased,
     ConsumerRegistered,
@@ -69,6 +70,15 @@ async def test_a_replay_from_the_middle_has_the_chain_of_the_whole(sqlite_url: s
             await stream.commit(served[1])
         again = [step async for step in replayed_steps(experiment, first=2, last=3)]
     assert [(step.step, step.chain) for step in again] == [(s.step, s.chain) for s in served[1:]]
+
+
+def test_an_option_that_a_replay_does_not_take_is_named(sqlite_url: str) -> None:
+    wrong = r"a replay stream takes no argument 'frist'; did you mean 'first'\? \(accepted: "
+    with (
+        pytest.raises(InvalidArgumentError, match=wrong),
+        open_replay_stream(sqlite_url, experiment="run", frist=2),
+    ):
+        pass
 
 
 async def test_a_reward_of_zero_is_a_reward(sqlite_url: str) -> None:

@@ -159,6 +159,10 @@ async def test_a_replay_names_the_step_and_the_rows_that_cannot_be_read(
         assert (await anext(steps)).step == 1
         with pytest.raises(DamagedSegmentError, match=what):
             await anext(steps)
+    await harmed(store_url, "b0/0/1/0/")
+    async with opened(store_url) as experiment:  # before the first one there are none
+        with pytest.raises(DamagedSegmentError, match=r"replay other steps: those after a later"):
+            await anext(replayed_steps(experiment))
 
 
 async def test_rows_of_a_leased_step_are_dropped_and_the_rest_is_trained(

@@ -6,12 +6,14 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iter
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
 import anyio.to_thread
 from anyio.from_thread import BlockingPortal
 
+from trinity_buffer.algorithm.arguments import refuse_unknown
 from trinity_buffer.errors import InvalidArgumentError
 from trinity_buffer.events import BatchLeased, StepsCommitted
 from trinity_buffer.limits import sizes
@@ -80,10 +82,10 @@ async def replayed_steps(
         link = recorded.chain or manifests.chain(link, recorded.manifest_digest)
         if first <= recorded.step:
             manifest, commit, head = await _recorded(experiment, recorded)
-            remedy = (
-                f"replay other steps: those before it (`--steps :{manifest.step - 1}`), or those "
-                "after a later checkpoint (`--from-checkpoint`)"
-            )
+            earlier = manifest.step - 1
+            before = f"those before it (`--steps :{earlier}`), or " if earlier else ""
+            after = "those after a later checkpoint (`--from-checkpoint`)"
+            remedy = f"replay other steps: {before}{after}"
             load = partial(loader.load_leased, lease=manifest, remedy=remedy)
             rows = await database.read_session(load)
             # No zeros in their place.
@@ -262,6 +264,7 @@ def open_replay_stream(
         repeat_skips: leave out the steps that the recorded weights did not go through; False where
             another loss is tried, which may come through them.
     """
+    refuse_unknown("a replay stream", options, [*signature(replayed_steps).parameters][1:])
     first = options.get("first", 1)
     resume = None if from_checkpoint is None else Resume(first - 1, from_checkpoint, None, b"")
     with in_portal(_opened(url, experiment, options)) as (portal, (steps, uids)):
