@@ -19,6 +19,7 @@ from tests.trainer.data import policy, prepared
 from tests.trainer.two_ranks import RankOfTwo
 from trinity_buffer import open_replay_stream, open_store, open_train_stream, verify
 from trinity_buffer.algorithm import build
+from trinity_buffer.errors import InvalidArgumentError
 from trinity_buffer.inspector.experience import show
 from trinity_buffer.inspector.source import now
 from trinity_buffer.inspector.step_lines import StepContents, blame, steps
@@ -127,6 +128,28 @@ def test_every_step_of_a_commit_has_its_numbers(store_url: str, tmp_path: Path) 
         assert report.measures is not None
     assert [line.metrics["learning_rate"] for line in lines] == pytest.approx([0.005, 0.01, 0.015])
     assert verified(store_url).ok
+
+
+def test_a_replay_begins_with_the_step_after_its_checkpoint(
+    sqlite_url: str, tmp_path: Path
+) -> None:
+    anyio.run(prepared, sqlite_url, ALGORITHM())
+    _, reports = train(sqlite_url, tmp_path)
+    before, _ = sorted((tmp_path / "trainer").glob("step-*"))
+    last = reports[-1].step
+    for first in (1, last - 1, last):
+        settings = TrainerSettings(checkpoints=tmp_path / f"from {first}", learning_rate=0.02)
+        with open_replay_stream(
+            sqlite_url, experiment="run", from_checkpoint=before, first=first
+        ) as stream:
+            if first < last:
+                with pytest.raises(InvalidArgumentError, match=f"is of step {last - 1}.*{last}"):
+                    Trainer(stream, policy(), ALGORITHM(), settings, reference=policy(1))
+                continue
+            replayed = Trainer(stream, policy(), ALGORITHM(), settings, reference=policy(1))
+            again: list[StepReport] = []
+            replayed.run(again.append)
+            assert [report.loss for report in again] == [reports[-1].loss]
 
 
 def test_a_replay_measures_the_same(sqlite_url: str, tmp_path: Path) -> None:

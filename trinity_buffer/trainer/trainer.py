@@ -220,9 +220,15 @@ class Trainer:
         if resume is None or resume.checkpoint is None:
             return begun
         takes, device = self._optimizer is not None, self._stream.device
-        return load_checkpoint(
+        state = load_checkpoint(
             resume.checkpoint, begun, rank=rank, takes_groups=takes, device=device
         )
+        if isinstance(self._stream, ReplayStream) and state.step != resume.step:
+            raise InvalidArgumentError(
+                f"checkpoint {resume.checkpoint} is of step {state.step}, and would be trained on "
+                f"step {resume.step + 1}: open_replay_stream(first={state.step + 1})"
+            )
+        return state
 
     @property
     def policy(self) -> Any:
