@@ -140,7 +140,7 @@ def test_a_replay_begins_with_the_step_after_its_checkpoint(
     for first in (1, last - 1, last):
         settings = TrainerSettings(checkpoints=tmp_path / f"from {first}", learning_rate=0.02)
         with open_replay_stream(
-            sqlite_url, experiment="run", from_checkpoint=before, first=first
+            sqlite_url, experiment="run", from_checkpoint=str(before), first=first
         ) as stream:
             if first < last:
                 with pytest.raises(InvalidArgumentError, match=f"is of step {last - 1}.*{last}"):

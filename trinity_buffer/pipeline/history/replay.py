@@ -253,7 +253,7 @@ def open_replay_stream(
     url: StoreURL,
     *,
     experiment: str,
-    from_checkpoint: Path | None = None,
+    from_checkpoint: str | Path | None = None,
     repeat_skips: bool = True,
     **options: Any,
 ) -> Iterator[ReplayStream]:
@@ -266,7 +266,9 @@ def open_replay_stream(
     """
     refuse_unknown("a replay stream", options, [*signature(replayed_steps).parameters][1:])
     first = options.get("first", 1)
-    resume = None if from_checkpoint is None else Resume(first - 1, from_checkpoint, None, b"")
+    resume = (
+        None if from_checkpoint is None else Resume(first - 1, Path(from_checkpoint), None, b"")
+    )
     with in_portal(_opened(url, experiment, options)) as (portal, (steps, uids)):
         device = str(options.get("device", "cpu"))
         ranks = (options.get("rank", 0), options.get("world_size", 1))
