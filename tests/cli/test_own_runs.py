@@ -410,7 +410,7 @@ def live(folder: str, *words: str) -> None:
 def test_killed_and_started_again_it_ends_at_the_same_bits(own: Path) -> None:
     folder, at = own.parent, ("--config", "run.toml")
     explore = ("explore", *at, "--actor", "e0")
-    run(folder, *explore, "--batches", "6", crash_at="after-append:9")
+    run(folder, *explore, "--batches", "6", crash_at="after-append:3")
     run(folder, *explore, "--batches", "6")
     run(folder, "annotate", *at, crash_at="inside-annotate:1")
     run(folder, "annotate", *at)
