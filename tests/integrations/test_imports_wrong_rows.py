@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner, Result
 
+from tests.explorer.chat_templates import FORMS, tokenizer_of
 from tests.integrations.test_imports import (
     DEMONSTRATIONS,
     _read,
@@ -29,6 +30,7 @@ SFT = DEMONSTRATIONS["texts"]
 PAIR = {"prompt": "one", "chosen": "two", "rejected": "three"}
 MESSAGE = {"role": "assistant", "content": "three"}
 USER, TOOL = {**MESSAGE, "role": "user"}, {**MESSAGE, "role": "tool", "tool_call_id": "c"}
+CALL = {"id": "c", "function": {"name": "add", "arguments": "{}"}}
 BAD_CALL = {"id": "c", "function": {"name": "add", "arguments": "a=2"}}
 
 
@@ -53,6 +55,7 @@ def without_messages() -> dict[str, Any]:
         ("sft", {"messages": "three"}, "neither a text nor a list of messages"),
         ("sft", {**SFT, "prompt": MESSAGE}, "neither a text nor a list of messages"),
         ("sft", {"messages": [{**MESSAGE, "tool_calls": [BAD_CALL]}] * 2}, "are no JSON object"),
+        ("sft", {"messages": [USER, {**MESSAGE, "tool_calls": [CALL]}]}, "writes no tool calls"),
         (
             "sft",
             {"messages": [USER, {**MESSAGE, "content": None}]},
@@ -86,6 +89,15 @@ def test_a_wrong_row_is_told_with_its_line_and_what_it_holds(
     assert says in str(told.value)
     assert "\n" not in str(told.value)
     assert exit_code_of(told.value) == 2
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_call_that_the_template_writes_is_trained(form: str, tmp_path: Path) -> None:
+    tokenizer_of(FORMS[form]).save_pretrained(tmp_path)
+    texts = Texts(tmp_path)
+    spoken = texts.answer([USER], [MESSAGE])
+    called = texts.answer([USER], [{**MESSAGE, "tool_calls": [{**CALL, "id": "call00001"}]}])
+    assert len(called) > len(spoken)
 
 
 @pytest.mark.long

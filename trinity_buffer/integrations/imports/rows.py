@@ -286,7 +286,8 @@ class Texts:
 
         Raises:
             InvalidExperienceError: the chat template changes the prompt once it is answered, or a
-                message holds more than texts, is not of the assistant, or says nothing.
+                message holds more than texts, is not of the assistant, says nothing, or calls tools
+                that the template does not write.
         """
         if isinstance(answered, str):
             if not isinstance(prompt, str):
@@ -316,7 +317,23 @@ class Texts:
                 "the chat template writes the prompt otherwise once it is answered: its answer has "
                 "no tokens of its own"
             )
+        mute = [{k: v for k, v in m.items() if k != "tool_calls"} for m in answered]
+        calls = any(message.get("tool_calls") for message in answered)
+        if calls and self._is_written(whole, [*asked, *mute], row):
+            raise InvalidExperienceError(
+                "the chat template writes no tool calls: the model would be trained to say all but "
+                "those of the answer. Take a tokenizer with a template that writes them"
+            )
         return whole[len(before) :]
+
+    def _is_written(
+        self, tokens: list[int], messages: Sequence[Mapping[str, Any]], row: Mapping[str, Any]
+    ) -> bool:
+        """Return whether the chat template makes ``tokens`` of messages; it may refuse them."""
+        try:
+            return self._chat(messages, row, ask=False) == tokens
+        except InvalidExperienceError:
+            return False
 
     def turn(
         self, prompt: Said, answered: Said, row: Mapping[str, Any] = NOTHING
