@@ -319,6 +319,9 @@ async def test_groups_show_the_rewards_that_their_set_compared(store_url: str) -
             taken = [step async for step in stream]
         (line,) = await inspector.steps(now(run))
         blamed = (await inspector.blame(now(run), len(taken))).rows
+        tables = record_batches(now(run), "judged", None, None)
+        exported = [reward async for table in tables for reward in table["reward"].to_pylist()]
+    assert exported == [0.0, -4.0, None]
     assert line.reward == -2.0
     assert [(row.reward, row.run_reward) for row in blamed] == [(0.0, 0.0), (-4.0, -4.0)]
     assert (own.mean, [one.reward for one in own.runs]) == (1.0, [0.0, 1.0, 2.0])

@@ -118,7 +118,8 @@ def to_arrow(
     """Return the stored experiences as a ``pyarrow.Table``, one row each.
 
     Columns: the address (``uid``, ``batch``, ``task``, ``run``, ``step``, ``suffix``,
-    ``position``), ``reward``, ``policy_version``, lengths, ``finish_reason``, ``refused``;
+    ``position``), ``reward`` (of the scoring that the set was run with, if any),
+    ``policy_version``, lengths, ``finish_reason``, ``refused``;
     ``tokens``, ``logprobs``, ``action_mask`` as lists; texts; ``messages`` and ``info`` as JSON,
     and ``info.KEY`` for each number or text in it; of the annotation set ``state``, ``reason``,
     ``advantages`` (one number if all trained tokens have it, the others 0), ``advantage`` (it, else
@@ -206,6 +207,7 @@ async def record_batches(
     else:
         names = [await trainer_of(source, trainer)]
     own = chosen_set(consumers, annotation_set, next(iter(names), None))
+    scoring = consumers[own].config.get("rewards") if own in consumers else None
 
     async def columns_of(rows: Sequence[ExperienceRow]) -> dict[str, list[Any]]:
         decided = await source.read(fates, source.key, rows)
@@ -219,7 +221,7 @@ async def record_batches(
         addresses = [row.address for row in rows]
         recorded, damaged = await readable_events(source, _by_position(addresses), FAMILIES)
         notes, damaged_notes = await readable_events(source, _by_position(noted), ["annotation"])
-        columns = _known(rows)
+        columns = _known(rows) | await _assigned(source, scoring, addresses)
         columns |= _gathered(addresses, recorded, _recorded)
         columns |= {name: [cells.get(name) for cells in became] for name in _OF_THE_SET}
         columns |= _gathered(noted, notes, _scored)
@@ -285,6 +287,17 @@ def _known(rows: Sequence[ExperienceRow]) -> dict[str, list[Any]]:
     return columns | {
         name: [*of] for name, of in zip(ExperienceRow._fields, zip(*rows, strict=True), strict=True)
     }
+
+
+async def _assigned(
+    source: Source, scoring: str | None, addresses: Sequence[int]
+) -> dict[str, list[Any]]:
+    """Return the rewards of a scoring in place of the recorded ones, as `groups` shows them."""
+    if scoring is None:
+        return {}
+    wanted = list(addresses)
+    rewards = await source.read(writer_queries.assigned_rewards, source.key, scoring, wanted)
+    return {"reward": [*map(rewards.get, wanted)]}
 
 
 def _gathered(
