@@ -19,7 +19,7 @@ from typing_extensions import override
 import trinity_buffer as tb
 from tests.contract.making import group, living, opened, rollout
 from tests.handles import Experiment
-from trinity_buffer.algorithm import AddStrategy, PolicyLossFn, build
+from trinity_buffer.algorithm import AddStrategy, build
 from trinity_buffer.errors import TrinityBufferError
 
 SPEAKS_WITHIN_S = 6.0
@@ -283,26 +283,6 @@ class Uninitialised(AddStrategy):
 @mistake(r"Uninitialised has no writer: call super\(\).__init__\(writer\) in its __init__")
 async def _a_strategy_that_does_not_call_its_base(scene: Scene) -> None:
     await tb.run_strategy(scene.experiment, Uninitialised)
-
-
-class PerToken(PolicyLossFn):
-    """Returns what is to be summed up."""
-
-    @override
-    def __call__(
-        self, logprob: torch.Tensor, advantages: torch.Tensor, **_: Any
-    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        return -logprob * advantages, {}
-
-
-@mistake(
-    r"the loss of PerToken returned a tensor of shape \[4, \d+\]: it must be one number, .*aggr"
-)
-async def _a_loss_for_each_token(scene: Scene) -> None:
-    (microbatch,) = (await first_step(scene)).microbatches
-    logprob = torch.zeros_like(microbatch["action_mask"], dtype=torch.float32)
-    algorithm = build("grpo", policy_loss_fn=PerToken, kl_loss_fn="none", entropy_loss_fn="none")
-    algorithm.loss(logprob.requires_grad_(), microbatch)
 
 
 @mistake(r"metrics=\{'losses': tensor.*: each must be a number, such as float\(loss\)")

@@ -29,12 +29,16 @@ RECORDED = frozenset({"logprobs", "reward"})
 """What our own explorers record of a run beside its tokens."""
 
 
-def require_same_ranks(stream: SyncTrainStream | ReplayStream, processes: Processes) -> None:
+def require_same_ranks(stream: object, processes: Processes) -> None:
     """Raise unless a stream serves each of the processes whose gradients are averaged its own part.
+
+    A stand-in for one, which may hand on what it reads from it, is not asked.
 
     Raises:
         InvalidArgumentError: it does not: rows would be trained twice, or gradients be of a part.
     """
+    if not isinstance(stream, SyncTrainStream | ReplayStream):
+        return
     here, served = processes, stream.options if isinstance(stream, SyncTrainStream) else stream
     # The whole of a replay is of use to every process.
     is_whole = isinstance(stream, ReplayStream) and stream.world_size == 1

@@ -6,6 +6,7 @@ A trainer registers, waits for its set, and finds the commit that it resumes fro
 from __future__ import annotations
 
 import inspect
+import logging
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -33,6 +34,8 @@ from trinity_buffer.store.connection import Database
 from trinity_buffer.store.rows import ConsumerRow, StepRow
 from trinity_buffer.store.transaction import Transaction
 from trinity_buffer.store.url import StoreURL
+
+_logger = logging.getLogger(__name__)
 
 NEEDED = (
     *("reward", "advantages", "returns", "token_level_reward", "action_mask"),
@@ -134,13 +137,17 @@ class StreamOptions(StepOptions):
             raise errors.InvalidArgumentError(
                 "max_staleness= needs sample_strategy='staleness_control'"
             )
-        if self.sample_strategy == "staleness_control" and self.max_staleness in (None, math.inf):
-            raise errors.InvalidArgumentError(
-                "sample_strategy='staleness_control' rejects nothing without a bound: give "
-                "max_staleness= (in a run sample_strategy_args={max_staleness=N}; the run's own "
-                "max_staleness bounds its explorers)"
-            )
         self.sampling()
+
+    def warn_of_unbounded(self) -> None:
+        """Warn of an infinite bound on staleness: the run's own binds its explorers alone."""
+        if self.sample_strategy == "staleness_control" and self.max_staleness in (None, math.inf):
+            _logger.warning(
+                "trainer %r: sample_strategy='staleness_control' rejects nothing without a bound: "
+                "give max_staleness= (in a run sample_strategy_args={max_staleness=N}; the run's "
+                "own max_staleness bounds its explorers)",
+                self.consumer,
+            )
 
     @property
     def annotation_set(self) -> str:

@@ -649,6 +649,7 @@ async def open_async_train_stream(
             "what was recorded"
         )
     chosen = StreamOptions.of(experiment.config, **options)
+    chosen.warn_of_unbounded()
     # Without `follow`, a stream ends with the stored rows and waits for no explorer.
     if chosen.follow:
         rules = Admission.of(experiment.config)
