@@ -50,9 +50,9 @@ def test_a_learning_rate_that_breaks_the_weights_ends_the_run(
 
 @pytest.mark.long
 def test_a_run_that_had_no_time_to_train_has_failed(demo: Callable[..., Ended]) -> None:
-    ended = demo("--limit", "0.5")
+    ended = demo("--limit", "0")
     assert ended.code == 1
     assert "verify: what was stored holds, but the run failed" in ended.out
     last = ended.out.splitlines()[-1]
     assert last.startswith("failed: nothing was trained in ")
-    assert last.endswith("cut short by --limit 0.5 at step 0: run the same command again to go on")
+    assert last.endswith("cut short by --limit 0 at step 0: run the same command again to go on")

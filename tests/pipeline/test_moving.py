@@ -10,6 +10,7 @@ import copy
 import ctypes
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from threading import Lock
 from typing import Any
 
 import numpy as np
@@ -47,20 +48,22 @@ class Copy:
 
     def synchronize(self) -> None:
         """Copy this one, and all before it: they are on one stream."""
-        for one in self.device.copies[: self.device.copies.index(self) + 1]:
-            if not one.done:
-                source = bytearray(ctypes.string_at(one.address, len(one.there)) or b"-")
-                one.there.copy_(torch.frombuffer(source, dtype=torch.uint8)[: len(one.there)])
-                one.done = True
+        with self.device.lock:  # once: the source may be used again as soon as that is done
+            for one in self.device.copies[: self.device.copies.index(self) + 1]:
+                if not one.done:
+                    source = bytearray(ctypes.string_at(one.address, len(one.there)) or b"-")
+                    one.there.copy_(torch.frombuffer(source, dtype=torch.uint8)[: len(one.there)])
+                    one.done = True
 
 
 @dataclass(slots=True)
 class SlowDevice:
-    """A device that copies as late as it may."""
+    """A device that copies as late as it may; threads may wait for it at the same time."""
 
     copies: list[Copy] = field(default_factory=list)
     allocated: list[bytearray] = field(default_factory=list)
     received: list[int] = field(default_factory=list)
+    lock: Any = field(default_factory=Lock)
 
     def pinned(self, size: int) -> Array:
         """Return memory that stays, whatever becomes of the array."""
