@@ -74,7 +74,7 @@ async def export(
     with _written(output) as write:
         async with aclosing(wanted) as batches:
             async for batch in batches:
-                write(batch)
+                await anyio.to_thread.run_sync(write, batch)  # it compresses
                 count += batch.num_rows
                 if batch.column("damaged").null_count < batch.num_rows:
                     rows = batch.select(["uid", "damaged"]).to_pylist()

@@ -162,11 +162,10 @@ class Trainer:
         self._bits = SameBits(stream, self._processes, deterministic=settings.deterministic)
         policy = policy_of(model)
         require_trained(policy, optimizer)
-        others = {"reference": reference, "teacher": teacher}
-        for of, one in others.items():
-            if trained_weights(policy, optimizer) & trained_weights(one):
+        for role, frozen in {"reference": reference, "teacher": teacher}.items():
+            if trained_weights(policy, optimizer) & trained_weights(frozen):
                 raise InvalidArgumentError(
-                    f"{of}= is the very model that is trained, or shares weights with it, and so "
+                    f"{role}= is the very model that is trained, or shares weights with it, and so "
                     "would change with each step: give a copy (copy.deepcopy), or leave it out"
                 )
         if reference is not None:
