@@ -237,7 +237,7 @@ def commanded(url: str, _names: Names, repetitions: int) -> Iterator[Line]:
         yield {"case": f"command: {name}", **_medians(costs), "repetitions": repetitions}
 
 
-IMPORTS = "import sqlalchemy.ext.asyncio, aiosqlite, rich.console, rich.table"
+IMPORTS = "import sqlalchemy, aiosqlite, rich.console, rich.table"
 
 
 def started(_url: str, _names: Names, repetitions: int) -> Iterator[Line]:

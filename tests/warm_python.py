@@ -38,7 +38,7 @@ from typing import NamedTuple
 
 IMPORTED = (
     *("torch", "torch._dynamo", "torch.multiprocessing", "safetensors.torch", "numpy"),
-    *("sqlalchemy.ext.asyncio", "aiosqlite", "pysqlite3", "psycopg", "alembic.command"),
+    *("sqlalchemy.dialects.postgresql", "aiosqlite", "pysqlite3", "psycopg", "alembic.command"),
     *("anyio", "msgspec", "msgpack", "typer", "rich.console", "yaml"),
 )
 HEADER = struct.Struct("!I")
@@ -136,7 +136,7 @@ def served(folder: Path) -> Iterator[Path]:
                 one.stdout.read(1)  # it listens
                 one.returncode = 0  # it ends when nobody wants it any more: nobody waits for it
             kept = _connected(address)
-    assert kept is not None
+    assert kept is not None, f"no server listens at {address}: its error stands above"
     with kept:
         yield address
 

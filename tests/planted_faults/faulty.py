@@ -29,7 +29,7 @@ import pysqlite3  # noqa: F401
 import pytest
 import pytest_asyncio.plugin  # noqa: F401
 import safetensors.torch  # noqa: F401
-import sqlalchemy.ext.asyncio  # noqa: F401
+import sqlalchemy.dialects.postgresql  # noqa: F401
 import torch._dynamo  # noqa: F401
 import typer  # noqa: F401
 
