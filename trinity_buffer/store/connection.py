@@ -33,13 +33,7 @@ from trinity_buffer.store.notify import PostgresChanges, SQLiteChanges
 from trinity_buffer.store.postgres import Outage, Server
 from trinity_buffer.store.segments import SegmentStore
 from trinity_buffer.store.sqlite import Checkpointer, StoreFiles, WriterQueue, dbapi2
-from trinity_buffer.store.url import (
-    WRITE_FIRST,
-    StoreURL,
-    nothing_at,
-    parse_url,
-    reconnect_s_of,
-)
+from trinity_buffer.store.url import WRITE_FIRST, StoreURL, nothing_at, parse_url, reconnect_s_of
 
 P = ParamSpec("P")
 T = TypeVar("T")

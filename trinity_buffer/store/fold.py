@@ -128,6 +128,7 @@ _CONFIGURE = Statement(
     "SET position = excluded.position, config = excluded.config, finished = excluded.finished"
 )
 _FINISH = Statement("UPDATE configuration SET finished = true WHERE experiment = :of")
+_OF_CONSUMER = "WHERE experiment = :of AND name = :consumer"
 # A planned batch keeps the actor of its plan, even if another one seals it.
 _SEAL = Statement(
     "INSERT INTO batch (experiment, batch, batch_is_int, actor, sealed_at, expected) "
@@ -135,8 +136,7 @@ _SEAL = Statement(
     "DO UPDATE SET sealed_at = excluded.sealed_at, expected = excluded.expected"
 )
 _LEFT_OUT = Statement(
-    "UPDATE consumer SET rejected_groups = rejected_groups + :planned_groups "
-    "WHERE experiment = :of AND name = :consumer"
+    f"UPDATE consumer SET rejected_groups = rejected_groups + :planned_groups {_OF_CONSUMER}"
 )
 _OF_STEP = "WHERE experiment = :of AND consumer = :consumer AND step"
 # All open steps up to the last, which gets the checkpoint.
@@ -146,20 +146,14 @@ _DONE = Statement(
     "checkpoint_digest = CASE WHEN step = :last THEN :checkpoint_digest ELSE checkpoint_digest "
     "END, chain = CASE WHEN step = :last THEN :chain ELSE chain END, "
     "rows_by_rank = CASE WHEN step = :last THEN :rows_by_rank ELSE rows_by_rank END "
-    f"{_OF_STEP} <= :last AND step > "
-    "(SELECT committed_step FROM consumer WHERE experiment = :of AND name = :consumer)"
+    f"{_OF_STEP} <= :last AND step > (SELECT committed_step FROM consumer {_OF_CONSUMER})"
 )
-_COMMITTED = Statement(
-    "UPDATE consumer SET committed_step = :last, token = :token "
-    "WHERE experiment = :of AND name = :consumer"
-)
+_COMMITTED = Statement(f"UPDATE consumer SET committed_step = :last, token = :token {_OF_CONSUMER}")
 _UNCOMMIT = Statement(
     "UPDATE step SET committed_at = NULL, checkpoint = NULL, checkpoint_digest = NULL, "
     f"chain = NULL, rows_by_rank = NULL {_OF_STEP} > :step"
 )
-_REWIND = Statement(
-    "UPDATE consumer SET committed_step = :step WHERE experiment = :of AND name = :consumer"
-)
+_REWIND = Statement(f"UPDATE consumer SET committed_step = :step {_OF_CONSUMER}")
 _SCORE = Statement(
     "INSERT INTO assigned_reward (experiment, scoring, address, reward) "
     "VALUES (:of, :scoring, :address, :reward) "
@@ -319,10 +313,7 @@ _STEP = Statement(
     f"(SELECT planned_groups_so_far FROM step {_OF_STEP} = :step - 1), 0), :digest, "
     f":own + coalesce((SELECT own_rows_so_far FROM step {_OF_STEP} = :step - 1), 0))"
 )
-_HANDED_OUT = Statement(
-    "UPDATE consumer SET leased_step = :step, token = :token "
-    "WHERE experiment = :of AND name = :consumer"
-)
+_HANDED_OUT = Statement(f"UPDATE consumer SET leased_step = :step, token = :token {_OF_CONSUMER}")
 
 
 def _dealt(tx: Transaction, says: Values, fact: events.StepDealt) -> None:
@@ -343,7 +334,7 @@ _LESS = Statement(f"UPDATE step SET own_rows_so_far = own_rows_so_far - :less {_
 _DROP = Statement(
     f"DELETE FROM delivery {_OF_STEP} = :step AND source = :source AND address = :address"
 )
-_FENCE = Statement("UPDATE consumer SET token = :token WHERE experiment = :of AND name = :consumer")
+_FENCE = Statement(f"UPDATE consumer SET token = :token {_OF_CONSUMER}")
 
 
 def count(tx: Transaction, experiment: int, facts: Sequence[PlacedFact], stored: int) -> None:
@@ -354,17 +345,13 @@ def count(tx: Transaction, experiment: int, facts: Sequence[PlacedFact], stored:
         match placed.fact:
             case events.ExperiencesRecorded() as fact:
                 numbers["", counters.RECORDED] += len(fact.columns.batch)
-                numbers.update(
-                    ("", counters.rejected_for(reason)) for reason in fact.refused.values()
-                )
+                numbers.update(("", counters.rejected_for(why)) for why in fact.refused.values())
                 versions.update(v for v in fact.columns.policy_version if v is not None)
             case events.ExperiencesAnnotated() as fact if fact.experiences:
                 numbers[fact.consumer, counters.ANNOTATED] += len(set(fact.experiences))
                 numbers[fact.consumer, counters.ROWS] += len(fact.experiences)
             case events.ExperiencesRejected() as fact:
-                numbers.update(
-                    (fact.consumer, counters.rejected_for(reason)) for reason in fact.reasons
-                )
+                numbers.update((fact.consumer, counters.rejected_for(why)) for why in fact.reasons)
             case events.BatchPlanned() as fact:
                 numbers["", counters.planned_by(placed.actor)] += 1
                 numbers["", counters.PLANNED_GROUPS] += len(fact.tasks)
@@ -378,10 +365,7 @@ def count(tx: Transaction, experiment: int, facts: Sequence[PlacedFact], stored:
         numbers["", counters.HIGHEST_VERSION] = max(versions)
     if stored:
         numbers["", counters.STORED_ROLLOUTS] = stored
-    rows = [
-        (experiment, name, key_of(state), state, number)
-        for (name, state), number in numbers.items()
-    ]
+    rows = [(experiment, by, key_of(state), state, n) for (by, state), n in numbers.items()]
     tx.insert_many(tables.counter, rows, _ADD)
 
 

@@ -9,12 +9,7 @@ from typing import NamedTuple
 from trinity_buffer.identity import EID
 from trinity_buffer.limits import sizes
 from trinity_buffer.store import writer_queries
-from trinity_buffer.store.rows import (
-    EXPERIENCE_COLUMNS,
-    SLOT_BITS,
-    ExperienceRow,
-    experience_row,
-)
+from trinity_buffer.store.rows import EXPERIENCE_COLUMNS, SLOT_BITS, ExperienceRow, experience_row
 from trinity_buffer.store.transaction import Statement, Transaction
 
 _ABOVE_ALL = 1 << 62
@@ -64,10 +59,8 @@ def newest_groups(
     return list(groups)[:limit]
 
 
-_GROUPS = (
-    "SELECT address, batch, task FROM experience e WHERE experiment = :of AND address < :before"
-)
-_DOWN = "ORDER BY address DESC LIMIT :most"
+_GROUPS = "SELECT address, batch, task FROM experience e WHERE experiment = :of"
+_DOWN = "AND address < :before ORDER BY address DESC LIMIT :most"
 _NEWEST = Statement(f"{_GROUPS} {_DOWN}")
 # A group that goes on behind the page was shown on the one before. "+ 0": looked up by its key, for
 # by their addresses all later rows would be looked at for each row of the page.
@@ -220,8 +213,7 @@ _REJECTED_FOR = Statement(
 )
 _REFUSED_FOR = Statement(
     f"SELECT '{writer_queries.DOOR}', address, refused, address >> {SLOT_BITS} FROM experience "
-    f"WHERE experiment = :of AND refused IS NOT NULL {_FOR.format('refused')} "
-    f"AND address < :before {_DOWN}"
+    f"WHERE experiment = :of AND refused IS NOT NULL {_FOR.format('refused')} {_DOWN}"
 )
 
 

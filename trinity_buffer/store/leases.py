@@ -37,9 +37,9 @@ def holder(tx: Transaction, experiment: int, name: str) -> tuple[str, int, int] 
     return None if not rows else (rows[0][0], int(rows[0][1]), int(rows[0][2]))
 
 
-_HOLDER = Statement(
-    "SELECT owner, token, expires_at FROM lease WHERE experiment = :of AND consumer = :by"
-)
+_LEASE = "FROM lease WHERE experiment = :of AND consumer = :by"
+_CONSUMER = "FROM consumer WHERE experiment = :of AND name = :by"
+_HOLDER = Statement(f"SELECT owner, token, expires_at {_LEASE}")
 _PUT = (
     "INSERT INTO lease (experiment, consumer, owner, token, expires_at) "
     "VALUES (:of, :by, :owner, {}, :expires) ON CONFLICT (experiment, consumer) DO UPDATE "
@@ -47,23 +47,17 @@ _PUT = (
 )
 _ACQUIRE = Statement(
     _PUT.format(
-        "1 + (SELECT coalesce(max(token), 0) FROM ("
-        "SELECT token FROM lease WHERE experiment = :of AND consumer = :by UNION ALL "
-        "SELECT token FROM consumer WHERE experiment = :of AND name = :by) AS known)"
+        "1 + (SELECT coalesce(max(token), 0) FROM "
+        f"(SELECT token {_LEASE} UNION ALL SELECT token {_CONSUMER}) AS known)"
     )
     + " RETURNING token"
 )
 _RENEW = Statement(_PUT.format(":token"))
-_RELEASE = Statement(
-    "DELETE FROM lease WHERE experiment = :of AND consumer = :by AND owner = :owner"
-)
+_RELEASE = Statement(f"DELETE {_LEASE} AND owner = :owner")
+_LAST = "FROM event WHERE experiment = :of ORDER BY position DESC LIMIT 1"
 _NEWEST = Statement(
-    "SELECT (SELECT owner FROM lease WHERE experiment = :of AND consumer = :by), "
-    "(SELECT token FROM lease WHERE experiment = :of AND consumer = :by), "
-    "(SELECT token FROM consumer WHERE experiment = :of AND name = :by), "
-    "(SELECT committed_step FROM consumer WHERE experiment = :of AND name = :by), "
-    "(SELECT position FROM event WHERE experiment = :of ORDER BY position DESC LIMIT 1), "
-    "(SELECT head FROM event WHERE experiment = :of ORDER BY position DESC LIMIT 1)"
+    f"SELECT (SELECT owner {_LEASE}), (SELECT token {_LEASE}), (SELECT token {_CONSUMER}), "
+    f"(SELECT committed_step {_CONSUMER}), (SELECT position {_LAST}), (SELECT head {_LAST})"
 )
 
 
@@ -72,8 +66,8 @@ def acquire(
 ) -> int:
     """Take the lease from any holder, and return its fencing token."""
     tx.lock(experiment)
-    expires_us = now_us + ttl_us
-    return int(_ACQUIRE.value(tx, of=experiment, by=name, owner=owner, expires=expires_us))
+    mine = {"of": experiment, "by": name, "owner": owner}
+    return int(_ACQUIRE.value(tx, **mine, expires=now_us + ttl_us))
 
 
 def put(

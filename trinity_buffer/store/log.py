@@ -16,8 +16,9 @@ from typing import Any, NamedTuple
 from trinity_buffer.errors import StoreError
 from trinity_buffer.events import NewEvent, PlacedFact, kind_of, now_us
 from trinity_buffer.identity import require_name
-from trinity_buffer.store import fold, transaction
+from trinity_buffer.store import fold
 from trinity_buffer.store.tables import FREQUENT, NOT_FREQUENT, event
+from trinity_buffer.store.transaction import Statement, Transaction, one_statement
 
 
 class Place(NamedTuple):
@@ -45,8 +46,8 @@ class StoredEvent:
 
 
 def append(
-    tx: transaction.Transaction,
-    experiment_id: int,
+    tx: Transaction,
+    experiment: int,
     events: Sequence[tuple[str, NewEvent]],
     *,
     last: Place | None = None,
@@ -67,8 +68,8 @@ def append(
         _require_actor(actor)
     if last is None:
         # Under the lock, so that no other event comes between the end that is read and ours.
-        tx.lock(experiment_id)
-        last = end(tx, experiment_id)
+        tx.lock(experiment)
+        last = end(tx, experiment)
     if not last.head:
         raise StoreError(
             f"the event at position {last.position} has no head, so none can follow it: it was "
@@ -79,13 +80,13 @@ def append(
         event_says = (last.position + 1, kind_of(new.fact), actor, now, new.encoded)
         last = Place(event_says[0], head_of(last.head, *event_says))
         places.append(last)
-        rows.append((experiment_id, *event_says, last.head))
+        rows.append((experiment, *event_says, last.head))
         facts.append(PlacedFact(last.position, actor, new.fact))
     # Announced at the commit. Where a server does not answer that, `PostgresConnection.run` looks
     # for this place before it writes again.
-    tx.appended[experiment_id] = last
+    tx.appended[experiment] = last
     tx.insert_many(event, rows)
-    fold.fold_all(tx, experiment_id, facts)
+    fold.fold_all(tx, experiment, facts)
     return places
 
 
@@ -93,46 +94,44 @@ _require_actor = lru_cache(partial(require_name, "an actor's name"))
 """Checks each of the few actors of a process once."""
 
 
-def end(tx: transaction.Transaction, experiment_id: int) -> Place:
+def end(tx: Transaction, experiment: int) -> Place:
     """Return where the log ends; before its first event, the origin of its chain."""
-    last = end_if_open(tx, experiment_id, ())
+    last = end_if_open(tx, experiment, ())
     assert last is not None  # of no batch none is sealed
     return last
 
 
-def holds(tx: transaction.Transaction, experiment_id: int, position: int, head: bytes) -> bool:
+def holds(tx: Transaction, experiment: int, position: int, head: bytes) -> bool:
     """Return whether the log has the event of this head at this position."""
-    stored = read_at(tx, experiment_id, [position])
+    stored = read_at(tx, experiment, [position])
     return bool(stored) and stored[0].head == head
 
 
-def end_if_open(
-    tx: transaction.Transaction, experiment_id: int, batches: Iterable[str]
-) -> Place | None:
+def end_if_open(tx: Transaction, experiment: int, batches: Iterable[str]) -> Place | None:
     """Return `end`, or None if one of ``batches`` is sealed, in one statement."""
-    rows = _END.fetch_all(tx, of=experiment_id, batches=batches)
+    rows = _END.fetch_all(tx, of=experiment, batches=batches)
     if not rows:
-        return Place(0, origin(experiment_name(tx, experiment_id)))
+        return Place(0, origin(experiment_name(tx, experiment)))
     ((position, known, is_sealed),) = rows
     # After a failover, `PostgresConnection` looks for what was seen: a new server may lack it. On
     # SQLite nothing asks.
-    tx.seen.append((experiment_id, position, known))
+    tx.seen.append((experiment, position, known))
     return None if is_sealed else Place(position, known)
 
 
-_END = transaction.Statement(
+_END = Statement(
     "SELECT position, head, EXISTS (SELECT 1 FROM batch "
     "WHERE experiment = :of AND batch IN TEXTS(:batches) AND sealed_at IS NOT NULL) "
     "FROM event WHERE experiment = :of ORDER BY position DESC LIMIT 1"
 )
 
 
-@transaction.one_statement
-def head(tx: transaction.Transaction, experiment_id: int) -> int:
+@one_statement
+def head(tx: Transaction, experiment: int) -> int:
     """Return the last position of the experiment, 0 if it has none."""
-    rows = _END.fetch_all(tx, of=experiment_id, batches=())
+    rows = _END.fetch_all(tx, of=experiment, batches=())
     for position, known, _ in rows:
-        tx.seen.append((experiment_id, position, known))
+        tx.seen.append((experiment, position, known))
     return int(rows[0][0]) if rows else 0
 
 
@@ -157,10 +156,10 @@ def _stored(row: Sequence[Any]) -> StoredEvent:
     return StoredEvent(*values)
 
 
-@transaction.one_statement
+@one_statement
 def read_after(
-    tx: transaction.Transaction,
-    experiment_id: int,
+    tx: Transaction,
+    experiment: int,
     after: int,
     *,
     limit: int,
@@ -171,9 +170,9 @@ def read_after(
     is_rare = kinds is not None and 0 < len(kinds) <= FEW_KINDS and FREQUENT.isdisjoint(kinds)
     query = _after(None if kinds is None else len(kinds), is_rare, up_to is not None)
     named = {f"kind{number}": kind for number, kind in enumerate(kinds or ())}
-    rows = query.fetch_all(tx, of=experiment_id, after=after, most=limit, last=up_to, **named)
+    rows = query.fetch_all(tx, of=experiment, after=after, most=limit, last=up_to, **named)
     events = list(map(_stored, rows))
-    tx.seen += [(experiment_id, event.position, event.head) for event in events[-1:]]
+    tx.seen += [(experiment, event.position, event.head) for event in events[-1:]]
     return events
 
 
@@ -181,7 +180,7 @@ _STORED = "SELECT position, kind, actor, recorded_at, body, head FROM event WHER
 
 
 @cache
-def _after(kinds: int | None, is_rare: bool, bounded: bool) -> transaction.Statement:  # noqa: FBT001 - looked up by it
+def _after(kinds: int | None, is_rare: bool, bounded: bool) -> Statement:  # noqa: FBT001 - looked up by it
     """Return the statement; rare kinds are looked up one by one, however long the log is.
 
     Args:
@@ -192,7 +191,7 @@ def _after(kinds: int | None, is_rare: bool, bounded: bool) -> transaction.State
     if not is_rare:
         wanted = f" AND kind IN ({', '.join(named)})" if named else " AND false"
         wanted = "" if kinds is None else wanted
-        return transaction.Statement(f"{_STORED} AND {span}{wanted} ORDER BY position LIMIT :most")
+        return Statement(f"{_STORED} AND {span}{wanted} ORDER BY position LIMIT :most")
     each = (
         f"SELECT position FROM (SELECT position FROM event WHERE experiment = :of AND {span} "
         f"AND {NOT_FREQUENT} AND kind = {kind} ORDER BY position LIMIT :most) AS of{kind[1:]}"
@@ -202,7 +201,7 @@ def _after(kinds: int | None, is_rare: bool, bounded: bool) -> transaction.State
         f"SELECT position FROM ({' UNION ALL '.join(each)}) AS rare ORDER BY position LIMIT :most"
     )
     # Of a subquery PostgreSQL may make a join with every event; of an array it looks up each.
-    return transaction.Statement(
+    return Statement(
         f"{_STORED} AND position IN ({first}) ORDER BY position",
         f"{_STORED} AND position = ANY(ARRAY({first})) ORDER BY position",
     )
@@ -212,52 +211,48 @@ FEW_KINDS = 6
 """Up to so many kinds of rare events are looked up one by one."""
 
 
-@transaction.one_statement
-def read_at(
-    tx: transaction.Transaction, experiment_id: int, positions: Sequence[int]
-) -> list[StoredEvent]:
+@one_statement
+def read_at(tx: Transaction, experiment: int, positions: Sequence[int]) -> list[StoredEvent]:
     """Return the events at ``positions``, in order of position."""
-    rows = _AT.fetch_all(tx, of=experiment_id, positions=positions)
+    rows = _AT.fetch_all(tx, of=experiment, positions=positions)
     events = list(map(_stored, rows))
-    tx.seen += [(experiment_id, event.position, event.head) for event in events[-1:]]
+    tx.seen += [(experiment, event.position, event.head) for event in events[-1:]]
     return events
 
 
-_AT = transaction.Statement(f"{_STORED} AND position IN INTS(:positions) ORDER BY position")
+_AT = Statement(f"{_STORED} AND position IN INTS(:positions) ORDER BY position")
 
 
-def recorded_at(
-    tx: transaction.Transaction, experiment_id: int, positions: Sequence[int]
-) -> dict[int, int]:
+def recorded_at(tx: Transaction, experiment: int, positions: Sequence[int]) -> dict[int, int]:
     """Return position -> when its event was recorded, in microseconds since 1970."""
-    rows = _RECORDED_AT.fetch_all(tx, of=experiment_id, positions=positions)
+    rows = _RECORDED_AT.fetch_all(tx, of=experiment, positions=positions)
     return {int(position): int(at) for position, at in rows}
 
 
-_RECORDED_AT = transaction.Statement(
+_RECORDED_AT = Statement(
     "SELECT position, recorded_at FROM event "
     "WHERE experiment = :of AND position IN INTS(:positions)"
 )
 
 
-def find_experiment(tx: transaction.Transaction, name: str) -> int | None:
+def find_experiment(tx: Transaction, name: str) -> int | None:
     """Return the id of the experiment, or None."""
     key = _FIND.value(tx, name=name)
     return None if key is None else int(key)
 
 
-def experiment_name(tx: transaction.Transaction, experiment_id: int) -> str:
+def experiment_name(tx: Transaction, experiment: int) -> str:
     """Return the name of the experiment with this id."""
-    return str(_NAME.value(tx, of=experiment_id))
+    return str(_NAME.value(tx, of=experiment))
 
 
-def create_experiment(tx: transaction.Transaction, name: str) -> int:
+def create_experiment(tx: Transaction, name: str) -> int:
     """Return the id of the experiment, new or not."""
     _CREATE.execute_later(tx, name=name)
     return int(_FIND.value(tx, name=name))
 
 
-def experiment_names(tx: transaction.Transaction) -> dict[str, int]:
+def experiment_names(tx: Transaction) -> dict[str, int]:
     """Return all experiments of the store: name to id, in order of creation.
 
     Raises:
@@ -268,7 +263,7 @@ def experiment_names(tx: transaction.Transaction) -> dict[str, int]:
     return {name: int(key) for name, key in _NAMES.fetch_all(tx)}
 
 
-def damaged_names(tx: transaction.Transaction) -> list[str]:
+def damaged_names(tx: Transaction) -> list[str]:
     """Return which experiments' names are no texts: SQLite keeps a type beside each value."""
     return [
         f"table experiment is damaged: the name of experiment {key} is {name!r:.80}, which is no "
@@ -278,12 +273,10 @@ def damaged_names(tx: transaction.Transaction) -> list[str]:
     ]
 
 
-_FIND = transaction.Statement("SELECT id FROM experiment WHERE name = :name")
-_NAME = transaction.Statement("SELECT name FROM experiment WHERE id = :of")
-_CREATE = transaction.Statement(
-    "INSERT INTO experiment (name) VALUES (:name) ON CONFLICT DO NOTHING"
-)
-_NAMES = transaction.Statement("SELECT name, id FROM experiment ORDER BY id")
+_FIND = Statement("SELECT id FROM experiment WHERE name = :name")
+_NAME = Statement("SELECT name FROM experiment WHERE id = :of")
+_CREATE = Statement("INSERT INTO experiment (name) VALUES (:name) ON CONFLICT DO NOTHING")
+_NAMES = Statement("SELECT name, id FROM experiment ORDER BY id")
 
 
 _ORIGIN = b"trinity-buffer log\0"

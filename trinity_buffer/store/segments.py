@@ -13,10 +13,16 @@ import xxhash
 from trinity_buffer.codec.blob import Buffer
 from trinity_buffer.errors import DamagedSegmentError
 from trinity_buffer.limits import sizes
-from trinity_buffer.store import transaction
 from trinity_buffer.store.rows import MAX_ROWS_PER_EVENT
 from trinity_buffer.store.tables import segment
 from trinity_buffer.store.trainer_queries import Reader, guest_name, readers
+from trinity_buffer.store.transaction import (
+    ReadSession,
+    SegmentParts,
+    Statement,
+    Transaction,
+    one_statement,
+)
 
 
 class SegmentRow(NamedTuple):
@@ -50,37 +56,33 @@ class SegmentStore:
                 rows.append(SegmentRow(key, family, part, made, data))
         return rows
 
-    def attach(self, tx: transaction.Transaction, rows: Sequence[SegmentRow]) -> None:
+    def attach(self, tx: Transaction, rows: Sequence[SegmentRow]) -> None:
         """Make rows that `put` returned part of the store once ``tx`` commits."""
         tx.insert_blobs(segment, rows)
 
-    def get(
-        self, s: transaction.ReadSession, keys: Sequence[bytes], families: Sequence[str]
-    ) -> transaction.SegmentParts:
+    def get(self, s: ReadSession, keys: Sequence[bytes], families: Sequence[str]) -> SegmentParts:
         """Return the parts of some segments, unchecked; missing ones are left out."""
         return s.read(_read, keys, families) if keys and families else {}
 
-    def delete(self, tx: transaction.Transaction, keys: Sequence[bytes]) -> None:
+    def delete(self, tx: Transaction, keys: Sequence[bytes]) -> None:
         """Delete segments that an ``archived`` row names, once ``tx`` commits."""
         _DELETE.execute_later(tx, keys=keys)
 
-    def keys(self, tx: transaction.Transaction) -> set[bytes]:
+    def keys(self, tx: Transaction) -> set[bytes]:
         """Return the keys of all segments, of all experiments."""
         return {bytes(key) for (key,) in _KEYS.fetch_all(tx)}
 
-    def segment_parts(self, tx: transaction.Transaction) -> int:
+    def segment_parts(self, tx: Transaction) -> int:
         """Return how many parts there are, of all segments of all experiments."""
         # SQLite numbers them, without a gap until some leave.
         counted = tx.dialect.name != "sqlite" or _LEFT_EVER.value(tx)
         number = "count(*)" if counted else "max(rowid)"
-        return int(transaction.Statement(f"SELECT {number} FROM segment").value(tx) or 0)
+        return int(Statement(f"SELECT {number} FROM segment").value(tx) or 0)
 
 
-_DELETE = transaction.Statement("DELETE FROM segment WHERE key IN BYTES(:keys)")
-_KEYS = transaction.Statement("SELECT DISTINCT key FROM segment")
-_LEFT_EVER = transaction.Statement(
-    "SELECT 1 FROM counter WHERE consumer = '' AND key = 'SegmentsArchived'"
-)
+_DELETE = Statement("DELETE FROM segment WHERE key IN BYTES(:keys)")
+_KEYS = Statement("SELECT DISTINCT key FROM segment")
+_LEFT_EVER = Statement("SELECT 1 FROM counter WHERE consumer = '' AND key = 'SegmentsArchived'")
 
 
 def _cut(pieces: Sequence[Buffer], size: int) -> Iterator[list[Buffer]]:
@@ -116,11 +118,9 @@ def checksum(key: bytes, family: str, part: int, *pieces: Buffer) -> int:
     return int.from_bytes(made.digest(), "big", signed=True)
 
 
-@transaction.one_statement
-def _read(
-    tx: transaction.Transaction, keys: Sequence[bytes], families: Sequence[str]
-) -> transaction.SegmentParts:
-    parts: transaction.SegmentParts = {}
+@one_statement
+def _read(tx: Transaction, keys: Sequence[bytes], families: Sequence[str]) -> SegmentParts:
+    parts: SegmentParts = {}
     long = sizes.bytes_read_at_once
     rows = tx.with_blobs(segment, _PARTS.fetch_all(tx, keys=keys, families=families, long=long))
     for key, family, part, recorded, data in rows:
@@ -135,25 +135,21 @@ _OF_SEGMENTS = (
     "FROM segment WHERE key IN BYTES(:keys) AND family IN TEXTS(:families) "
     "ORDER BY key, family, part"
 )
-_PARTS = transaction.Statement(
+_PARTS = Statement(
     f"{_PART} CASE WHEN typeof(data) <> 'blob' THEN x'' WHEN length(data) <= :long THEN data END, "
     f"rowid, length(data) {_OF_SEGMENTS}",
     f"{_PART} data {_OF_SEGMENTS}",
 )
 
 
-@transaction.one_statement
-def archived_at(
-    tx: transaction.Transaction, keys: Sequence[bytes]
-) -> dict[bytes, tuple[int, str | None]]:
+@one_statement
+def archived_at(tx: Transaction, keys: Sequence[bytes]) -> dict[bytes, tuple[int, str | None]]:
     """Return (position of the event, file) of those of ``keys`` that have left the database."""
     rows = _ARCHIVED.fetch_all(tx, keys=keys)
     return {bytes(key): (int(position), uri) for key, position, uri in rows}
 
 
-_ARCHIVED = transaction.Statement(
-    "SELECT segment, position, uri FROM archived WHERE segment IN BYTES(:keys)"
-)
+_ARCHIVED = Statement("SELECT segment, position, uri FROM archived WHERE segment IN BYTES(:keys)")
 
 
 def blob_of(key: bytes, family: str, parts: Sequence[tuple[int, int, Buffer]]) -> Buffer:
@@ -214,9 +210,7 @@ class Need(NamedTuple):
     horizon: int
 
 
-def held_segments(
-    tx: transaction.Transaction, experiment: int, *, after: int, limit: int
-) -> list[Held]:
+def held_segments(tx: Transaction, experiment: int, *, after: int, limit: int) -> list[Held]:
     """Return the next segments behind address ``after`` that have not been archived.
 
     Steps from event to event: the cost grows with the number of writes, not of experiences.
@@ -231,7 +225,7 @@ _NEXT_EVENT = f"(heads.address / {MAX_ROWS_PER_EVENT} + 1) * {MAX_ROWS_PER_EVENT
 _SEGMENT = (
     "(SELECT e.segment FROM experience e WHERE e.experiment = :of AND e.address = heads.address)"
 )
-_HELD = transaction.Statement(
+_HELD = Statement(
     "WITH RECURSIVE heads(address, ordinal) AS ("
     "SELECT min(e.address), 1 FROM experience e WHERE e.experiment = :of AND e.address > :after "
     "UNION ALL SELECT (SELECT min(e.address) FROM experience e WHERE e.experiment = :of "
@@ -245,7 +239,7 @@ _HELD = transaction.Statement(
 )
 
 
-def archives(tx: transaction.Transaction, experiment: int) -> dict[int, list[bytes]]:
+def archives(tx: Transaction, experiment: int) -> dict[int, list[bytes]]:
     """Return position -> segments that its event archived to a file, in the order of the log."""
     segments: dict[int, list[bytes]] = {}
     for position, key in _ARCHIVES.fetch_all(tx, of=experiment):
@@ -253,13 +247,13 @@ def archives(tx: transaction.Transaction, experiment: int) -> dict[int, list[byt
     return segments
 
 
-_ARCHIVES = transaction.Statement(
+_ARCHIVES = Statement(
     "SELECT position, segment FROM archived WHERE experiment = :of AND uri IS NOT NULL "
     "ORDER BY position, segment"
 )
 
 
-def needs_of(tx: transaction.Transaction, experiment: int, *, keep_steps: int) -> list[Need]:
+def needs_of(tx: Transaction, experiment: int, *, keep_steps: int) -> list[Need]:
     """Return the readers of an experiment: its trainers, and trainers that mix it in."""
     needs = []
     for key, name, source, trainer in readers(tx, experiment):
@@ -271,7 +265,7 @@ def needs_of(tx: transaction.Transaction, experiment: int, *, keep_steps: int) -
 
 
 def finished(
-    tx: transaction.Transaction, experiment: int, held: Sequence[Held], needs: Sequence[Need]
+    tx: Transaction, experiment: int, held: Sequence[Held], needs: Sequence[Need]
 ) -> list[Held]:
     """Return those of ``held``, which follow each other, that no trainer needs any more.
 
@@ -288,7 +282,7 @@ def finished(
 
 # Experiences that a set has not decided, or whose annotations a trainer may still train on. Keys
 # and indexes answer each look; joined, the tables would be walked.
-_LEFT = transaction.Statement(
+_LEFT = Statement(
     "SELECT e.address FROM experience e WHERE e.experiment = :of AND e.address >= :first "
     "AND e.address <= :last AND e.refused IS NULL AND NOT EXISTS (SELECT 1 FROM rejection r "
     "WHERE r.experiment = :of AND r.consumer = :annotation_set AND r.address = e.address OFFSET 0) "

@@ -168,11 +168,7 @@ consumer = _of_experiment(
     CheckConstraint("committed_step <= leased_step", name="committed_after_leased"),
 )
 
-waiting = _of_experiment(
-    "waiting",
-    _key("consumer", Text),
-    _key("address"),
-)
+waiting = _of_experiment("waiting", _key("consumer", Text), _key("address"))
 
 annotation = _of_experiment(
     "annotation",

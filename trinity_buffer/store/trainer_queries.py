@@ -208,12 +208,9 @@ def backlog(tx: Transaction, experiment: int, trainer: str) -> Backlog:
     row = writer_queries.consumer_row(tx, experiment, trainer)
     delivered = committed = 0
     if row is None:  # what every set leaves out, none will hand to a trainer to come
-        sets = [
-            each
-            for each in writer_queries.consumers(tx, experiment).values()
-            if each.kind == "strategy"
-        ]
-        rejected = min((each.rejected_groups for each in sets), default=0)
+        consumers = writer_queries.consumers(tx, experiment).values()
+        sets = [each.rejected_groups for each in consumers if each.kind == "strategy"]
+        rejected = min(sets, default=0)
     else:
         strategy = writer_queries.consumer_row(tx, experiment, str(row.config.get("strategy", "")))
         rejected = row.rejected_groups + (strategy.rejected_groups if strategy else 0)

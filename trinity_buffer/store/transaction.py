@@ -15,13 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Concatenate, ParamSpec, TypeAlias, TypeVar
 
-from sqlalchemy import (
-    Connection,
-    CursorResult,
-    Executable,
-    Table,
-    create_engine,
-)
+from sqlalchemy import Connection, CursorResult, Executable, Table, create_engine
 from sqlalchemy.engine import Engine
 from sqlalchemy.exc import DBAPIError, IntegrityError
 from sqlalchemy.pool import NullPool

@@ -143,11 +143,11 @@ _TASKS = Statement(
 def batches_of_actor(tx: Transaction, experiment: int, actor: str) -> tuple[int, list[str]]:
     """Return how many batches ``actor`` planned, and which of them are not sealed, oldest first."""
     unsealed = [key for (key,) in _UNSEALED_OF.fetch_all(tx, of=experiment, by=actor)]
-    planned = _PLANNED_BY.value(tx, of=experiment, key=fold.key_of(counters.planned_by(actor)))
+    planned = _COUNTER.value(tx, of=experiment, key=fold.key_of(counters.planned_by(actor)))
     return int(planned or 0), unsealed
 
 
-_PLANNED_BY = Statement(
+_COUNTER = Statement(
     "SELECT number FROM counter WHERE experiment = :of AND consumer = '' AND key = :key"
 )
 
@@ -166,12 +166,9 @@ def runs_of(tx: Transaction, experiment: int, key: Key) -> set[tuple[str, int]]:
     return {(task, int(run)) for task, run in _RUNS.fetch_all(tx, of=experiment, batch=str(key))}
 
 
-_RUNS = Statement(
-    "SELECT DISTINCT task, run FROM experience WHERE experiment = :of AND batch = :batch"
-)
-_KINDS_OF_KEYS = Statement(
-    "SELECT int_keys FROM experience WHERE experiment = :of AND batch = :batch LIMIT 1"
-)
+_OF_BATCH = "FROM experience WHERE experiment = :of AND batch = :batch"
+_RUNS = Statement(f"SELECT DISTINCT task, run {_OF_BATCH}")
+_KINDS_OF_KEYS = Statement(f"SELECT int_keys {_OF_BATCH} LIMIT 1")
 
 
 def key_of_batch(tx: Transaction, experiment: int, batch: str) -> Key:
@@ -267,11 +264,9 @@ def rows_of_event(
     tx: Transaction, experiment: int, position: int
 ) -> list[store_rows.ExperienceRow]:
     """Return the experiences that the event at ``position`` recorded."""
-    span = {
-        "first": store_rows.first_address(position),
-        "end": store_rows.first_address(position + 1),
-    }
-    return list(map(store_rows.experience_row, _OF_EVENT.fetch_all(tx, of=experiment, **span)))
+    first, end = map(store_rows.first_address, (position, position + 1))
+    rows = _OF_EVENT.fetch_all(tx, of=experiment, first=first, end=end)
+    return list(map(store_rows.experience_row, rows))
 
 
 _EXPERIENCE = f"SELECT {store_rows.EXPERIENCE_COLUMNS} FROM experience e WHERE experiment = :of AND"
@@ -295,10 +290,8 @@ def settled(
         cursor: decided are experiences up to here.
         seen: experiences are refused up to here, at the door.
     """
-    ends = {
-        "decided": store_rows.first_address(cursor + 1),
-        "seen": store_rows.first_address(seen + 1),
-    }
+    before, end = (store_rows.first_address(last + 1) for last in (cursor, seen))
+    ends = {"decided": before, "seen": end}
     decided, refused = set(), set()
     for key, task, run, why in of_groups(tx, _SETTLED, experiment, groups, by=name, **ends):
         if why is None:
@@ -367,9 +360,8 @@ def addresses_in_batch(
     return tuple(address for (address,) in query.fetch_all(tx, **mine))
 
 
-_IN = "SELECT address FROM experience WHERE experiment = :of AND batch = :batch"
-_IN_BATCH_OF = Statement(f"{_IN} LIMIT :most")
-_IN_GROUP = Statement(f"{_IN} AND task = :task LIMIT :most")
+_IN_BATCH_OF = Statement(f"SELECT address {_OF_BATCH} LIMIT :most")
+_IN_GROUP = Statement(f"SELECT address {_OF_BATCH} AND task = :task LIMIT :most")
 
 
 def newest_version(tx: Transaction, experiment: int) -> int | None:

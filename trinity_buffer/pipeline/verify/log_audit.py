@@ -7,7 +7,7 @@ refusals with seals, manifests with annotations, archives with decisions.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import count
 from operator import itemgetter
@@ -106,7 +106,7 @@ class Commit:
 
 
 class TrainerAudit:
-    """Follows one trainer through the log.
+    """Follows one trainer through the log. Its methods take in an event; yield what is wrong.
 
     Attributes:
         name: of the consumer.
@@ -135,15 +135,14 @@ class TrainerAudit:
         self._before: dict[bytes, tuple[bytes, bytes]] = {}  # link -> (the one before, digest)
         self._ranks: dict[int, int] = {}  # fencing token -> ranks that assembled under it
 
-    def leased(self, position: int, fact: events.BatchLeased) -> Iterator[Problem]:
+    def leased(self, position: int, fact: events.BatchLeased) -> Iterator[str]:
         """Take in a ``BatchLeased``."""
-        digest, following = manifest_digest(fact), len(self.steps) + 1
-        if digest != fact.digest:
+        digest, recorded, following = manifest_digest(fact), fact.digest, len(self.steps) + 1
+        if digest != recorded:
             what = f"the manifest of step {fact.step} has the digest {digest.hex()}"
-            yield self._wrong("manifests", position, f"{what}, recorded is {fact.digest.hex()}")
+            yield f"{what}, recorded is {recorded.hex()}"
         if fact.step != following:
-            what = f"step {fact.step} was leased, the next one is {following}"
-            yield self._wrong("manifests", position, what)
+            yield f"step {fact.step} was leased, the next one is {following}"
         rows, by_rank = self._rows_of(fact), rows_by_rank(fact)
         self.steps[fact.step] = LeasedManifest(
             position, fact.step, fact.digest, len(rows), packed(np.sort(rows)), by_rank
@@ -159,14 +158,13 @@ class TrainerAudit:
         numbers = np.array([self._sources[name] for name in sources] or 0, np.int64)
         return np.array(addresses, np.int64) + numbers * _OTHER_EXPERIMENT
 
-    def dealt(self, position: int, fact: events.StepDealt, lease_at: LeaseAt) -> Iterator[Problem]:
+    def dealt(self, position: int, fact: events.StepDealt, lease_at: LeaseAt) -> Iterator[str]:
         """Take in a ``StepDealt``: the rows of its step, each once, whole groups on one rank."""
         leased = self.steps.get(fact.step)
         is_leased = leased is not None and leased.position == fact.leased_at
         manifest = lease_at(fact.leased_at) if is_leased and fact.step not in self.live else None
         if leased is None or manifest is None:
-            what = f"step {fact.step} was dealt anew, and was not leased or is committed"
-            yield self._wrong("manifests", position, what)
+            yield f"step {fact.step} was dealt anew, and was not leased or is committed"
             return
         each_once = len(set(fact.order)) == len(fact.order) and min(fact.order, default=0) >= 0
         # Rows are taken by these places: a wrong one would fail here instead of being reported.
@@ -196,8 +194,7 @@ class TrainerAudit:
                 len(by_rank) != ranks or sum(by_rank) != len(rows)
             ),
         }
-        wrong = (what for what, is_wrong in checks.items() if is_wrong)
-        yield from (self._wrong("manifests", position, what) for what in wrong)
+        yield from (what for what, is_wrong in checks.items() if is_wrong)
         self._dropped.append((position, lost[lost < _OTHER_EXPERIMENT]))
         self.steps[fact.step] = replace(
             leased, digest=fact.digest, count=len(rows), rows=packed(np.sort(rows)), by_rank=by_rank
@@ -207,21 +204,21 @@ class TrainerAudit:
         """Take in a ``RanksAssembled``."""
         self._ranks[fact.token] = len(fact.joins) + 1
 
-    def committed(self, position: int, fact: events.StepsCommitted) -> Iterator[Problem]:
+    def committed(self, position: int, fact: events.StepsCommitted) -> Iterator[str]:
         """Take in a ``StepsCommitted``."""
-        wrong = list(self._rows_taken(fact))
+        yield from self._rows_taken(fact)
         for step, digest in zip(fact.steps, fact.manifests, strict=True):
             leased = self.steps.get(step)
             if leased is None:
-                wrong.append(f"step {step} was committed and never leased")
+                yield f"step {step} was committed and never leased"
             elif leased.digest != digest:
                 what = f"step {step} was committed with the manifest {digest.hex()}"
-                wrong.append(f"{what}, leased was {leased.digest.hex()}")
+                yield f"{what}, leased was {leased.digest.hex()}"
             if step in self.live:
                 self.twice.append((step, digest))
-                wrong.append(f"step {step} was committed before")
+                yield f"step {step} was committed before"
             elif step != len(self.live) + 1:
-                wrong.append(f"step {step} was committed, the next one is {len(self.live) + 1}")
+                yield f"step {step} was committed, the next one is {len(self.live) + 1}"
             # the same bytes as above, which are there already
             digest = digest if leased is None or leased.digest != digest else leased.digest
             self.live[step] = digest
@@ -230,8 +227,7 @@ class TrainerAudit:
             self._before[self._links[step]] = (before, digest)
         last = fact.steps[-1]
         if self._links[last] != fact.chain:
-            wrong.append(f"the chain of manifests up to step {last} is another")
-        yield from (self._wrong("commits", position, what) for what in wrong)
+            yield f"the chain of manifests up to step {last} is another"
         checkpoint = (fact.checkpoint, fact.checkpoint_digest, fact.chain)
         self.commits.append(Commit(position, last, *checkpoint))
 
@@ -269,30 +265,27 @@ class TrainerAudit:
                 what = f"step {step} was dealt to {len(leased.by_rank)} ranks as {leased.by_rank}"
                 yield f"{what} rows, and trained by {ranks}"
 
-    def measured(self, position: int, fact: events.StepMeasured) -> Iterator[Problem]:
+    def measured(self, fact: events.StepMeasured) -> Iterator[str]:
         """Take in a ``StepMeasured``: of a step that is committed, with as many rows."""
         leased = self.steps.get(fact.step)
         if leased is None or fact.step not in self.live:
-            what = f"step {fact.step} was measured and is not committed"
-            yield self._wrong("commits", position, what)
+            yield f"step {fact.step} was measured and is not committed"
         elif fact.rows != leased.count:
-            what = f"{fact.rows} rows of step {fact.step} were measured, it has {leased.count}"
-            yield self._wrong("commits", position, what)
+            yield f"{fact.rows} rows of step {fact.step} were measured, it has {leased.count}"
 
-    def rewound(self, position: int, fact: events.TrainerRewound) -> Iterator[Problem]:
+    def rewound(self, fact: events.TrainerRewound) -> Iterator[str]:
         """Take in a ``TrainerRewound``."""
         last = fact.step
         if last and last not in self.live:
-            what = f"it goes back to step {last}, which was not committed"
-            yield self._wrong("commits", position, what)
+            yield f"it goes back to step {last}, which was not committed"
         self.live = {step: digest for step, digest in self.live.items() if step <= last}
 
     def rejected(self, position: int, fact: events.ExperiencesRejected) -> None:
         """Take in an ``ExperiencesRejected`` of the trainer itself."""
         self._rejected.append((position, packed(fact.experiences)))
 
-    def finish(self, annotated: Integers, reasons: dict[str, int]) -> Iterator[Problem]:
-        """Yield what only the whole log tells: a row is handed out once, or rejected once.
+    def finish(self, annotated: Integers, reasons: dict[str, int]) -> Iterator[tuple[int, str]]:
+        """Yield what only the whole log tells, and where: a row is handed out or rejected once.
 
         Args:
             annotated: all rows of its set.
@@ -300,11 +293,8 @@ class TrainerAudit:
         """
         rejected = together(unpacked(rows) for _, rows in self._rejected)
         for position, lost in self._dropped:
-            for row in lost[~np.isin(lost, rejected)].tolist():
-                what = (
-                    f"annotation {format_address(row)} was taken out of its step and not rejected"
-                )
-                yield self._wrong("conservation", position, what)
+            for row in map(format_address, lost[~np.isin(lost, rejected)].tolist()):
+                yield position, f"annotation {row} was taken out of its step and not rejected"
         leases = {leased.position: leased.rows for leased in self.steps.values()}
         handed_out = [*leases.items(), *self._rejected]
         all_rows = together(unpacked(rows) for _, rows in handed_out)
@@ -320,7 +310,7 @@ class TrainerAudit:
             if row in before:
                 address = format_address(row % _OTHER_EXPERIMENT)
                 what = f"annotation {address} was given out at position {before[row]} before"
-                yield self._wrong("conservation", position, what)
+                yield position, what
                 if before[row] in leases and before[row] != position:
                     self.sharing.add(position)
             before[row] = position
@@ -330,9 +320,6 @@ class TrainerAudit:
         ready = int(lacking(all_rows, annotated).sum())
         terms = (len(annotated), ready, own[False], own[True], reasons)
         self.terms = TrainerCounts(self.name, self.annotation_set, *terms)
-
-    def _wrong(self, check: str, position: int, what: str) -> Problem:
-        return Problem(check, f"position {position} (trainer {self.name!r})", what)
 
 
 @dataclass(slots=True)
@@ -438,6 +425,11 @@ class LogAudit:
     def _wrong(self, check: str, position: int, what: str) -> None:
         self.problems.append(Problem(check, f"position {position}", what))
 
+    def _wrong_of(self, name: str, check: str, position: int, wrong: Iterable[str]) -> None:
+        """Note what is wrong at a position of a trainer."""
+        where = f"position {position} (trainer {name!r})"
+        self.problems += (Problem(check, where, what) for what in wrong)
+
     def _follow(self, stored: StoredEvent) -> None:
         expected = self.position + 1
         if stored.position == expected + 1:
@@ -473,24 +465,34 @@ class LogAudit:
             case events.ConsumerRegistered():
                 self._strategies[fact.consumer] = _Strategy()
             case events.ExperiencesAnnotated():
-                self._annotated(position, fact)
+                self.segments[fact.segment] = position
+                strategy = self._strategy(position, fact.consumer, fact.seen)
+                if fact.experiences:
+                    # Copies are one experience; of so few numbers a set is quicker than NumPy.
+                    self._numbers[fact.consumer, counters.ANNOTATED] += len(set(fact.experiences))
+                    self._numbers[fact.consumer, counters.ROWS] += len(fact.experiences)
+                strategy.annotated[position] = packed(fact.experiences)
             case events.ExperiencesRejected():
                 self._rejected(position, fact)
             case events.BatchLeased():
-                self._compare_with_annotations(position, fact)
-                self.problems += self._trainer(fact.consumer).leased(position, fact)
+                self._wrong_of(fact.consumer, "manifests", position, self._unlike_annotations(fact))
+                wrong = self._trainer(fact.consumer).leased(position, fact)
+                self._wrong_of(fact.consumer, "manifests", position, wrong)
             case events.StepDealt():
-                trainer = self._trainer(fact.consumer)
-                self.problems += trainer.dealt(position, fact, self.lease_at)
+                wrong = self._trainer(fact.consumer).dealt(position, fact, self.lease_at)
+                self._wrong_of(fact.consumer, "manifests", position, wrong)
             case events.RanksAssembled():
                 self._trainer(fact.consumer).assembled(fact)
             case events.StepsCommitted():
-                self.problems += self._trainer(fact.consumer).committed(position, fact)
+                wrong = self._trainer(fact.consumer).committed(position, fact)
+                self._wrong_of(fact.consumer, "commits", position, wrong)
             case events.StepMeasured():
                 self.segments[fact.segment] = position
-                self.problems += self._trainer(fact.consumer).measured(position, fact)
+                wrong = self._trainer(fact.consumer).measured(fact)
+                self._wrong_of(fact.consumer, "commits", position, wrong)
             case events.TrainerRewound():
-                self.problems += self._trainer(fact.consumer).rewound(position, fact)
+                wrong = self._trainer(fact.consumer).rewound(fact)
+                self._wrong_of(fact.consumer, "commits", position, wrong)
             case events.RewardsAssigned():
                 self._scores[fact.scoring].append(packed(fact.experiences))
             case events.SegmentsArchived():
@@ -549,16 +551,6 @@ class LogAudit:
         strategy.seen = max(strategy.seen, seen)
         return strategy
 
-    def _annotated(self, position: int, fact: events.ExperiencesAnnotated) -> None:
-        self.segments[fact.segment] = position
-        strategy = self._strategy(position, fact.consumer, fact.seen)
-        # Copies are one experience; of so few numbers a set is quicker than NumPy.
-        rows, distinct = len(fact.experiences), len(set(fact.experiences))
-        if rows:
-            self._numbers[fact.consumer, counters.ANNOTATED] += distinct
-            self._numbers[fact.consumer, counters.ROWS] += rows
-        strategy.annotated[position] = packed(fact.experiences)
-
     def _rejected(self, position: int, fact: events.ExperiencesRejected) -> None:
         name = fact.consumer
         self._numbers.update((name, counters.rejected_for(reason)) for reason in fact.reasons)
@@ -570,30 +562,25 @@ class LogAudit:
         else:
             self._guests.setdefault(name, TrainerAudit(name)).rejected(position, fact)
 
-    def _compare_with_annotations(self, position: int, fact: events.BatchLeased) -> None:
-        """Compare each own row of a manifest with the annotation that it names."""
+    def _unlike_annotations(self, fact: events.BatchLeased) -> Iterator[str]:
+        """Yield which own rows of a manifest are not what the annotations that they name say."""
         rows = np.array(fact.annotations, np.int64)
         experiences = np.array(fact.experiences, np.int64)
         own = np.flatnonzero(np.array(fact.source or [0] * len(rows)) == 0)
         strategy = self._strategies.get(fact.annotation_set, _Strategy())
-        where = f"position {position} (trainer {fact.consumer!r})"
         places, all_slots = np.divmod(rows, MAX_ROWS_PER_EVENT)
         for place in np.unique(places[own]).tolist():
             mine = own[places[own] == place]
             annotated, slots = unpacked(strategy.annotated.get(place, _NOTHING)), all_slots[mine]
             if (slots >= len(annotated)).any():
                 annotation = format_address(int(rows[mine[0]]))
-                what = f"set {fact.annotation_set!r} has no annotation {annotation}"
-                self.problems.append(Problem("manifests", where, what))
+                yield f"set {fact.annotation_set!r} has no annotation {annotation}"
             elif len(wrong := mine[annotated[slots] != experiences[mine]]):
                 row = int(wrong[0])
-                trained, annotation = (
-                    format_address(int(experiences[row])),
-                    format_address(int(rows[row])),
-                )
+                named = (experiences[row], rows[row], annotated[all_slots[row]])
+                trained, annotation, other = (format_address(int(address)) for address in named)
                 what = f"row {row} trains {trained} with annotation {annotation}"
-                other = format_address(int(annotated[all_slots[row]]))
-                self.problems.append(Problem("manifests", where, f"{what}, which is of {other}"))
+                yield f"{what}, which is of {other}"
 
     def _archived(self, position: int, fact: events.SegmentsArchived) -> None:
         """Nothing goes that the set of a trainer has not decided."""
@@ -620,7 +607,8 @@ class LogAudit:
             self.problems.append(Problem("chain", f"head {head.hex()}", what))
         for trainer in (*self.trainers.values(), *self._guests.values()):
             rows = self._strategies.get(trainer.annotation_set, _Strategy()).rows()
-            self.problems += trainer.finish(rows, self._rejected_by(trainer.name))
+            for position, what in trainer.finish(rows, self._rejected_by(trainer.name)):
+                self._wrong_of(trainer.name, "conservation", position, [what])
         recorded = together(map(unpacked, self._recorded.values()))
         for name, strategy in sorted(self._strategies.items()):
             decided = strategy.all_decided()

@@ -151,12 +151,7 @@ async def suspects(
 
 
 async def compare(
-    database: Database,
-    scratch: Scratch,
-    progress: Progress,
-    decode: Decode,
-    *,
-    mends: bool = False,
+    database: Database, scratch: Scratch, progress: Progress, decode: Decode, *, mends: bool = False
 ) -> list[Difference]:
     """Fold the rest of the log into ``scratch``; return every live row that is not what it says.
 
