@@ -178,8 +178,8 @@ class Experience:
             a field that cannot become a tensor or has the wrong type.
     """
 
+    # Also those that `__init__` takes as they are, under their own names.
     eid: EID
-    prompt_length: int
     reward: float | None
     experience_type: ExperienceType
     address: int | None = None
@@ -196,16 +196,6 @@ class Experience:
     rejected: Tensor | None
     routed_experts: Tensor | None
     multi_modal_inputs: dict[str, Tensor] | None
-    truncate_status: str | None
-    info: dict[str, Any]
-    metrics: dict[str, Any]
-    response_text: str | None
-    prompt_text: str | None
-    messages: Messages | None
-    tools: Messages | None
-    chosen_messages: Messages | None
-    rejected_messages: Messages | None
-    custom_fields: list[CustomField]
 
     def __init__(  # noqa: PLR0913 (the reference's signature; all by keyword)
         self,

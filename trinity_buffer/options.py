@@ -142,8 +142,7 @@ class Options:
     """Those that `of` reads from a configuration; none: all."""
 
     def __post_init__(self) -> None:
-        if problems := problems_of(type(self), vars(self)):
-            raise InvalidArgumentError("; ".join(problems))
+        values_of(type(self), vars(self))
 
     @classmethod
     def of(cls, config: Mapping[str, Any], **overrides: Any) -> Self:
@@ -191,15 +190,33 @@ def option_types(kind: type[Options]) -> dict[str, Any]:
     return _TYPES[kind]
 
 
-def problems_of(kind: type[Options], values: Mapping[str, Any]) -> list[str]:
-    """Describe each of ``values`` that is not what the option of this name must be."""
-    problems = []
+def values_of(
+    kind: type[Options], values: Mapping[str, Any], *, strict: bool = True, prefix: str = ""
+) -> dict[str, Any]:
+    """Return ``values`` as options of a class take them; see `value_of`.
+
+    Of a section's table these are its own options. What holds of several options together is
+    checked when they are made.
+
+    Args:
+        prefix: what the name of an option begins with in messages.
+
+    Raises:
+        InvalidArgumentError: names each that is not what the option of this name must be.
+    """
+    taken, problems = {}, []
     for name, value in values.items():
+        section = section_of(option_types(kind)[name])
         try:
-            value_of(kind, name, value)
+            if section is not None and isinstance(value, Mapping):
+                taken[name] = values_of(section, value, strict=strict, prefix=f"{name}.")
+            else:
+                taken[name] = value_of(kind, name, value, strict=strict)
         except InvalidArgumentError as error:
-            problems.append(str(error))
-    return problems
+            problems.append(str(error) if section else f"{prefix}{error}")
+    if problems:
+        raise InvalidArgumentError("; ".join(problems))
+    return taken
 
 
 def value_of(kind: type[Options], name: str, value: Any, *, strict: bool = True) -> Any:

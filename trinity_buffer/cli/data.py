@@ -22,8 +22,9 @@ from trinity_buffer.errors import InvalidArgumentError, UnknownNameError
 from trinity_buffer.identity import require_name
 from trinity_buffer.inspector.output import strict_json
 from trinity_buffer.inspector.source import Source
-from trinity_buffer.inspector.table import parquet_writer, record_batches
+from trinity_buffer.inspector.table import record_batches
 from trinity_buffer.inspector.tracking import track as track_steps
+from trinity_buffer.lazy import extra
 from trinity_buffer.pipeline.coordination.diagnosis import counted
 from trinity_buffer.pipeline.history.compact import compact as compact_experiment
 from trinity_buffer.pipeline.history.compact import restore as restore_experiment
@@ -70,28 +71,30 @@ async def export(
     damaged: list[str] = []
     count = 0
     gc.freeze()  # else everything that was imported is scanned again, every few pages
-    wanted = record_batches(source, annotation_set, step, trainer)
-    with _written(output) as write:
-        async with aclosing(wanted) as batches:
-            async for batch in batches:
+    async with aclosing(record_batches(source, annotation_set, step, trainer)) as batches:
+        batch = await anext(batches)
+        with _written(output, batch.schema) as write:
+            while batch is not None:
                 await anyio.to_thread.run_sync(write, batch)  # it compresses
                 count += batch.num_rows
                 if batch.column("damaged").null_count < batch.num_rows:
                     rows = batch.select(["uid", "damaged"]).to_pylist()
                     damaged += [f"{r['uid']}: {r['damaged']}" for r in rows if r["damaged"]]
+                batch = await anext(batches, None)
     size = output.stat().st_size
     value = {"path": str(output), "rows": count, "bytes": size}
     return Answer(value, f"{count} rows, {size_of(size)}: {output}", damaged)
 
 
 @contextmanager
-def _written(path: Path) -> Iterator[Callable[[Any], None]]:
+def _written(path: Path, schema: Any) -> Iterator[Callable[[Any], None]]:
     """Yield a function that writes a batch; the file gets its name once it is complete."""
     partial = path.with_name(f"{path.name}.writing")
     try:
         if path.suffix == ".parquet":
-            with parquet_writer(partial) as write:
-                yield write
+            parquet = extra("pyarrow.parquet", "parquet")
+            with parquet.ParquetWriter(partial, schema, compression="zstd") as writer:
+                yield writer.write_batch
         else:
             with partial.open("w", encoding="utf-8") as file:
                 yield lambda batch: file.writelines(

@@ -104,7 +104,7 @@ def read_file(path: Path) -> RunFile:
     if store is not None and "://" not in store:
         store = str(path.parent / Path(store).expanduser())
     try:
-        _read(RunConfig, values)
+        options.values_of(RunConfig, values, strict=False)
         _require_recordable(values)
     except InvalidArgumentError as error:
         raise InvalidArgumentError(f"{where}{error}") from error
@@ -235,7 +235,7 @@ def resolved(values: Mapping[str, Any]) -> RunConfig:
     refuse_unknown(values, "")
     # Their rows have no siblings to be compared with, so a group is one row.
     alone = {"rollouts_per_group": 1} if values.get("algorithm") in OF_RECORDED_DATA else {}
-    read = _read(RunConfig, {**alone, **values})
+    read = options.values_of(RunConfig, {**alone, **values}, strict=False)
     for name in SECTIONS.keys() & read.keys():
         if isinstance(read[name], Mapping):
             try:
@@ -260,28 +260,6 @@ def resolved(values: Mapping[str, Any]) -> RunConfig:
     rules = Admission(max_staleness=config.max_staleness)
     rules.require_commits(config.commit_every_steps, "commit_every_steps")
     return config
-
-
-def _read(
-    kind: type[options.Options], values: Mapping[str, Any], prefix: str = ""
-) -> dict[str, Any]:
-    """Return plain values, such as those of a file, as options take them, or name the wrong ones.
-
-    What holds of several options together is checked when they are made.
-    """
-    read, problems = {}, []
-    for name, value in values.items():
-        section = options.section_of(options.option_types(kind)[name])
-        try:
-            if section is not None and isinstance(value, Mapping):
-                read[name] = _read(section, value, f"{name}.")
-            else:
-                read[name] = options.value_of(kind, name, value, strict=False)
-        except InvalidArgumentError as error:
-            problems.append(str(error) if section else f"{prefix}{error}")
-    if problems:
-        raise InvalidArgumentError("; ".join(problems))
-    return read
 
 
 def _require_recordable(value: Any, key: str = "") -> None:

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import count
 from statistics import fmean
 from typing import Any, assert_never
 
 from trinity_buffer import events
 from trinity_buffer.errors import InvalidArgumentError, UnknownNameError
+from trinity_buffer.inspector.group_views import known_rewards
 from trinity_buffer.inspector.source import require_position
 from trinity_buffer.pipeline.coordination.diagnosis import counted
 from trinity_buffer.pipeline.handle import Event
@@ -73,10 +75,8 @@ async def event_lines(
 
 def line_of(event: Event) -> EventLine:
     """Return an event as one line."""
-    summary = _summary(event.fact)
-    return EventLine(
-        event.position, event.kind, event.actor, event.recorded_at, summary, event.body
-    )
+    head = (event.position, event.kind, event.actor, event.recorded_at)
+    return EventLine(*head, _summary(event.fact), event.body)
 
 
 def _summary(fact: events.Fact) -> str:  # noqa: C901, PLR0911, PLR0912 - one case per kind
@@ -103,18 +103,13 @@ def _summary(fact: events.Fact) -> str:  # noqa: C901, PLR0911, PLR0912 - one ca
         case events.ExperiencesRejected():
             return f"by {fact.by} {fact.consumer}: {_reasons(fact.reasons)}"
         case events.BatchLeased():
-            sizes = {
-                "row": len(fact.annotations),
-                "group": fact.num_groups,
-                "micro-batch": len(fact.microbatches),
-            }
-            parts = ", ".join(counted(number, noun) for noun, number in sizes.items())
-            return f"step {fact.step} of {fact.consumer}: {parts}"
+            rows, groups = counted(len(fact.annotations), "row"), counted(fact.num_groups, "group")
+            parts = counted(len(fact.microbatches), "micro-batch")
+            return f"step {fact.step} of {fact.consumer}: {rows}, {groups}, {parts}"
         case events.StepDealt():
+            ranks = counted(fact.world_size, "rank")
             less = f", without {counted(len(fact.dropped), 'row')}" if fact.dropped else ""
-            return (
-                f"step {fact.step} of {fact.consumer} to {counted(fact.world_size, 'rank')}{less}"
-            )
+            return f"step {fact.step} of {fact.consumer} to {ranks}{less}"
         case events.StepsCommitted():
             return _committed(fact)
         case events.StepMeasured():
@@ -124,8 +119,7 @@ def _summary(fact: events.Fact) -> str:  # noqa: C901, PLR0911, PLR0912 - one ca
         case events.RewardsAssigned():
             return f"{len(fact.rewards)} rewards of {fact.scoring}"
         case events.SegmentsArchived():
-            where = fact.uri or "nowhere: deleted for good"
-            return f"{len(fact.segments)} segments to {where}"
+            return f"{len(fact.segments)} segments to {fact.uri or 'nowhere: deleted for good'}"
         case events.SegmentsRestored():
             return f"{len(fact.segments)} segments"
         case events.PolicyPublished():
@@ -139,9 +133,8 @@ def _summary(fact: events.Fact) -> str:  # noqa: C901, PLR0911, PLR0912 - one ca
             | events.StreamEnded()
             | events.UnknownEvent()
         ):
-            return ", ".join(
-                f"{key}={_short(value)}" for key, value in events.body_of(fact).items()
-            )
+            body = events.body_of(fact).items()
+            return ", ".join(f"{key}={_short(value)}" for key, value in body)
         case _:
             assert_never(fact)
 
@@ -153,15 +146,11 @@ def _short(value: Any) -> str:
 
 
 def _recorded(fact: events.ExperiencesRecorded) -> str:
-    columns, runs = fact.columns, dict[tuple[str, str, int], list[float | None]]()
-    order = zip(columns.step, columns.suffix, range(len(columns)), strict=True)
-    # Each run counts once; a row without a reward has that of its last one.
-    for slot in (slot for *_, slot in sorted(order) if slot not in fact.refused):
-        run = (str(columns.batch[slot]), str(columns.task[slot]), columns.run[slot])
-        runs.setdefault(run, []).append(columns.reward[slot])
-    filled = ([own[-1] if reward is None else reward for reward in own] for own in runs.values())
-    known = ([reward for reward in own if reward is not None] for own in filled)
-    rewards = [fmean(own) for own in known if own]
+    columns, order = fact.columns, zip(fact.columns.step, fact.columns.suffix, count())
+    runs = zip(map(str, columns.batch), map(str, columns.task), columns.run, strict=True)
+    rows = list(zip(runs, columns.reward, strict=True))
+    own = (rows[slot] for *_, slot in sorted(order) if slot not in fact.refused)
+    rewards = [fmean(of_run) for of_run in known_rewards(own)]
     parts = [f"{len(columns)} of batch {_shortened(columns.batch)}"]
     if rewards:
         parts.append(f"mean reward {fmean(rewards):.3f}")

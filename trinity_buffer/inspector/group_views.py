@@ -5,11 +5,12 @@ from __future__ import annotations
 import heapq
 import math
 import statistics
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from operator import attrgetter
+from statistics import fmean
 from typing import Literal
 
 from trinity_buffer.identity import Key
@@ -198,21 +199,29 @@ def _moments(rows: Sequence[RunView]) -> tuple[float | None, float | None]:
     A row without a reward has that of the last row of its run, and each row of a run of ``k`` rows
     counts for ``1 / k``.
     """
-    last = {row.run: row.reward for row in rows}
-    runs: dict[int, list[float]] = {}
-    for row in rows:
-        reward = last[row.run] if row.reward is None else row.reward
-        if reward is not None:
-            runs.setdefault(row.run, []).append(reward)
+    runs = known_rewards((row.run, row.reward) for row in rows)
     if not runs:
         return None, None
-    if all(min(own) == max(own) for own in runs.values()):
+    if all(min(own) == max(own) for own in runs):
         # No mean of equal floats, which could differ from them in the last bit.
-        rewards = [own[0] for own in runs.values()]
-        return statistics.fmean(rewards), statistics.stdev(rewards) if len(rewards) > 1 else None
-    mean = statistics.fmean(map(statistics.fmean, runs.values()))
+        rewards = [own[0] for own in runs]
+        return fmean(rewards), statistics.stdev(rewards) if len(rewards) > 1 else None
+    mean = fmean(map(fmean, runs))
     if len(runs) == 1:
         return mean, None
     # Each row of a run of k rows counts 1 / k, and the sample has n - 1 degrees of freedom.
-    squares = sum(statistics.fmean((reward - mean) ** 2 for reward in own) for own in runs.values())
+    squares = sum(fmean((reward - mean) ** 2 for reward in own) for own in runs)
     return mean, math.sqrt(squares / (len(runs) - 1))
+
+
+def known_rewards(rows: Iterable[tuple[Hashable, float | None]]) -> list[list[float]]:
+    """Return the rewards of each run that has any, from (run, reward) of rows in order of steps.
+
+    A row without a reward has that of the last row of its run.
+    """
+    runs = defaultdict[Hashable, list[float | None]](list)
+    for run, reward in rows:
+        runs[run].append(reward)
+    filled = ([own[-1] if reward is None else reward for reward in own] for own in runs.values())
+    known = ([reward for reward in own if reward is not None] for own in filled)
+    return [own for own in known if own]

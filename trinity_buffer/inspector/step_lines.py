@@ -23,14 +23,7 @@ from trinity_buffer.pipeline.load.reading import rewards_by_run
 from trinity_buffer.pipeline.manifest import plans_of
 from trinity_buffer.store import inspection, log, trainer_queries, writer_queries
 from trinity_buffer.store.row_numbers import NO_VERSION, row_numbers
-from trinity_buffer.store.rows import (
-    SLOT_BITS,
-    ExperienceRow,
-    StepRow,
-    format_address,
-    position_of,
-    slot_of,
-)
+from trinity_buffer.store.rows import ExperienceRow, StepRow, format_address, position_of, slot_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -278,19 +271,15 @@ async def blame(source: Source, step: int, *, trainer: str | None = None) -> Ste
     events = await experience.events_with_segments(source, uids, ["annotation"])
     actors = await _actors(source, (position_of(row.address) for row in known if row))
     of_runs = (_groups(lease, read.slots), numbers["run"], numbers["step"])
-    rewards = rewards_by_run(numbers["reward"], *of_runs)
-    of_rows = rewards.means[rewards.runs].tolist()
-    run_rewards = dict(zip(read.slots.tolist(), of_rows, strict=True))
-    row_rewards = dict(zip(read.slots.tolist(), numbers["reward"].tolist(), strict=True))
-    parts = [
-        (at, plan.rank)
-        for at, plan in enumerate(plans_of(lease))
-        for _ in range(plan.start, plan.stop)
-    ]
+    by_run = rewards_by_run(numbers["reward"], *of_runs)
+    both = zip(numbers["reward"].tolist(), by_run.means[by_run.runs].tolist(), strict=True)
+    rewards = dict(zip(read.slots.tolist(), both, strict=True))
+    plans = enumerate(plans_of(lease))
+    parts = [(at, plan.rank) for at, plan in plans for _ in range(plan.start, plan.stop)]
     rows = []
     for slot, (row, of) in enumerate(zip(known, experiments, strict=True)):
-        note, run_reward = lease.annotations[slot], run_rewards.get(slot, math.nan)
-        reward = row_rewards.get(slot, math.nan if row is None else row.reward)
+        note, recorded = lease.annotations[slot], math.nan if row is None else row.reward
+        reward, run_reward = rewards.get(slot, (recorded, math.nan))
         segment = Segment(0) if of else events[position_of(note)].segment
         version = None if row is None else row.policy_version
         rows.append(
@@ -350,12 +339,12 @@ async def staleness(
     leases = await source.leases([row.leased_at for row in rows])
     counted = await _numbers(source, [leases[row.leased_at] for row in rows])
     dated = [numbers[numbers["policy_version"] != NO_VERSION] for numbers, _ in counted]
-    positions = [numbers["address"] >> SLOT_BITS for numbers in dated]
-    actors = await _actors(source, chain.from_iterable(places.tolist() for places in positions))
+    positions = [[*map(position_of, numbers["address"].tolist())] for numbers in dated]
+    actors = await _actors(source, chain.from_iterable(positions))
     lines = []
     for row, numbers, recorded in zip(rows, dated, positions, strict=True):
         lags: dict[str, list[int]] = defaultdict(list)
-        for at, version in zip(recorded.tolist(), numbers["policy_version"].tolist(), strict=True):
+        for at, version in zip(recorded, numbers["policy_version"].tolist(), strict=True):
             lags[actors.get(at, "")].append(row.step - 1 - version)
         state = "leased" if row.committed_at is None else "committed"
         lines += [

@@ -7,17 +7,7 @@ and which characters a text has, is unchecked: no such value ends an export.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import (
-    AsyncGenerator,
-    AsyncIterator,
-    Callable,
-    Iterable,
-    Iterator,
-    Mapping,
-    Sequence,
-)
-from contextlib import ExitStack, contextmanager
-from pathlib import Path
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -159,27 +149,6 @@ def to_arrow(
 
     with start_blocking_portal() as portal:  # a notebook's own loop runs in this thread
         return portal.call(main)
-
-
-@contextmanager
-def parquet_writer(path: Path) -> Iterator[Callable[[Any], None]]:
-    """Yield what writes record batches into a new Parquet file.
-
-    Raises:
-        InvalidArgumentError: pyarrow is not installed.
-    """
-    parquet = extra("pyarrow.parquet", "parquet")
-    # The schema is known with the first batch, and so the file is opened with it.
-    with ExitStack() as stack:
-        writers: list[Any] = []
-
-        def write(batch: Any) -> None:
-            if not writers:
-                opened = parquet.ParquetWriter(path, batch.schema, compression="zstd")
-                writers.append(stack.enter_context(opened))
-            writers[0].write_batch(batch)
-
-        yield write
 
 
 async def record_batches(

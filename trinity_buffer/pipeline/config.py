@@ -271,8 +271,10 @@ def require_values(experiment: str, config: Mapping[str, Any]) -> None:
         InvalidArgumentError: names the key, its value and the accepted values.
     """
     values = {key: config[key] for key in _READ if config.get(key) is not None}
-    if problems := options.problems_of(RunConfig, values):
-        raise InvalidArgumentError(f"experiment {experiment!r}: {'; '.join(problems)}")
+    try:
+        options.values_of(RunConfig, values)
+    except InvalidArgumentError as error:
+        raise InvalidArgumentError(f"experiment {experiment!r}: {error}") from error
 
 
 def refuse_unknown(
