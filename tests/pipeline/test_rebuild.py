@@ -20,7 +20,12 @@ from tests.whole_stores import diff_projections, rebuild
 from trinity_buffer import open_store, verify
 from trinity_buffer.errors import StoreError
 from trinity_buffer.inspector.source import as_of
-from trinity_buffer.pipeline.verify.projections import RebuildReport, catch_up, suspects
+from trinity_buffer.pipeline.verify.projections import (
+    RebuildReport,
+    catch_up,
+    no_progress,
+    suspects,
+)
 from trinity_buffer.store import refold
 from trinity_buffer.store.refold import open_scratch
 from trinity_buffer.store.tables import annotation, consumer, experience, plan, rejection, waiting
@@ -105,8 +110,8 @@ async def test_a_full_span_is_suspected_where_a_row_of_it_was_changed(
     await unguarded(sqlite_sample.url, change)
     async with open_store(sqlite_sample.url, read_only=True) as store:
         with open_scratch(1) as scratch:
-            await catch_up(store.database, scratch)
-            found = await suspects(store.database, scratch)
+            await catch_up(store.database, scratch, no_progress)
+            found = await suspects(store.database, scratch, no_progress)
     assert [span.table for span in found if span.up_to is not None] == ["experience"]
 
 
@@ -132,8 +137,8 @@ async def test_deliveries_are_looked_at_by_source_so_that_their_key_finds_them(
     async with open_store(sample.url) as store:
         spans = await store.database.read(refold.spans, 1)
         with open_scratch(1) as scratch:
-            await catch_up(store.database, scratch)
-            found = await suspects(store.database, scratch)
+            await catch_up(store.database, scratch, no_progress)
+            found = await suspects(store.database, scratch, no_progress)
     handed_out = [span for span in (*spans, *found) if span.table == "delivery"]
     assert len(handed_out) >= 2
     assert {span.owner for span in handed_out} == {("trainer", "")}

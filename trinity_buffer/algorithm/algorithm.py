@@ -89,9 +89,6 @@ class Recipe:
         return cls(rollouts_per_group=repeated, args=args, **parts)
 
 
-__all__ = ["ALGORITHM_TYPE", "AlgorithmType", "ConstantMeta", "Recipe"]
-
-
 class ConstantMeta(ABCMeta):
     """Metaclass of classes whose attributes stay as they were written; new ones may be added."""
 
@@ -331,9 +328,7 @@ class sPPOAlgorithm(_Usual):  # noqa: N801 (the documented name)
     """PPO's clipping, on the logarithm of the ratio; no reference policy."""
 
     use_reference: bool = False
-    recipe = Recipe(
-        add_strategy=("opmd",), policy_loss_fn="sppo", entropy_loss_fn="none", rollouts_per_group=2
-    )
+    recipe = replace(AsymREAlgorithm.recipe, add_strategy=("opmd",), policy_loss_fn="sppo")
 
 
 @ALGORITHM_TYPE.register_module("rec")

@@ -18,6 +18,9 @@ from trinity_buffer.experience import Experience, group_by
 from trinity_buffer.metrics import gather_metrics
 from trinity_buffer.user_code import kind_of
 
+Scored = tuple[list[Experience], dict[str, Any]]
+"""The experiences that are kept, and metrics."""
+
 
 @dataclass(frozen=True, slots=True)
 class Problem:
@@ -140,7 +143,7 @@ def annotate_group(
     rewards: group_scores.Rewards,
     score: Callable[..., group_scores.ScoredGroups],
     over: group_scores.Over,
-) -> tuple[list[Experience], dict[str, float]]:
+) -> Scored:
     """Annotate one group with what ``score`` makes of it; return who is kept, and its metrics.
 
     Args:
@@ -149,9 +152,8 @@ def annotate_group(
         score: a ``score_groups``.
         over: what counts once.
     """
-    scored = group_scores.scored_rows(
-        score, over, rewards, np.array([len(exps)]), runs_of(exps, over)
-    )
+    sizes, runs = np.array([len(exps)]), runs_of(exps, over)
+    scored = group_scores.scored_rows(score, over, rewards, sizes, runs)
     if scored.scores is not None:
         for experience, value in zip(exps, scored.scores.tolist(), strict=True):
             annotate(experience, value)
@@ -160,7 +162,7 @@ def annotate_group(
     return members, {name: float(values[0]) for name, values in scored.metrics.items()}
 
 
-def scored_group(scorer: object, answer: Any) -> tuple[list[Experience], dict[str, Any]]:
+def scored_group(scorer: object, answer: Any) -> Scored:
     """Return the checked members and metrics of ``calculate_group_advantage``.
 
     Raises:

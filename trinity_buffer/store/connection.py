@@ -16,7 +16,7 @@ from functools import cache, partial
 from itertools import chain
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, Concatenate, Literal, ParamSpec, Self, TypeVar
+from typing import Any, Literal, ParamSpec, Self, TypeVar
 
 import aiosqlite
 import anyio
@@ -33,6 +33,7 @@ from trinity_buffer.store.notify import PostgresChanges, SQLiteChanges
 from trinity_buffer.store.postgres import Outage, Server
 from trinity_buffer.store.segments import SegmentStore
 from trinity_buffer.store.sqlite import Checkpointer, StoreFiles, WriterQueue, dbapi2
+from trinity_buffer.store.transaction import InTransaction
 from trinity_buffer.store.url import WRITE_FIRST, StoreURL, nothing_at, parse_url, reconnect_s_of
 
 P = ParamSpec("P")
@@ -177,12 +178,6 @@ class SQLiteTransaction(transaction.Transaction):
 
 
 @cache
-def _engine() -> Engine:
-    """Return the engine that all connections share."""
-    return transaction.engine_without_connections("sqlite://", module=dbapi2)
-
-
-@cache
 def _insert(table: Table, rows: int, last: str = "?") -> str:
     """Return the statement for so many rows, whose places are all positional.
 
@@ -195,13 +190,23 @@ def _insert(table: Table, rows: int, last: str = "?") -> str:
     return f"INSERT INTO {table.name} VALUES {', '.join([row] * rows)}"
 
 
+@cache
+def _engine() -> Engine:
+    """Return the engine that all connections share."""
+    return transaction.engine_without_connections("sqlite://", module=dbapi2)
+
+
+Connect = Callable[[], SQLiteTransaction]
+"""Returns a new connection."""
+
+
 class _Runner:
     """Runs functions in place of a connection of ``sqlite3``, in aiosqlite's thread.
 
     aiosqlite does not check what its ``connector`` returns: it only calls its methods there.
     """
 
-    def __init__(self, connect: Callable[[], SQLiteTransaction]) -> None:
+    def __init__(self, connect: Connect) -> None:
         self._connect = connect
         self._tx: SQLiteTransaction | None = None  # connected on the first trip
 
@@ -230,9 +235,7 @@ class ConnectionPool:
         number: of connections, and so of transactions at the same time.
     """
 
-    def __init__(
-        self, connect: Callable[[], SQLiteTransaction], number: int = TRANSACTIONS
-    ) -> None:
+    def __init__(self, connect: Connect, number: int = TRANSACTIONS) -> None:
         self._connect = connect
         self._free = anyio.Semaphore(number, fast_acquire=True)
         self._write_lock = anyio.Lock(fast_acquire=True)
@@ -344,13 +347,7 @@ class Database:
                 f"{self.name} is open read-only; open it without read_only to write"
             )
 
-    async def read(
-        self,
-        f: Callable[Concatenate[transaction.Transaction, P], T],
-        /,
-        *args: P.args,
-        **kwargs: P.kwargs,
-    ) -> T:
+    async def read(self, f: InTransaction[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
         """Return ``f(tx, ...)`` of a transaction that sees one state and changes nothing.
 
         It is shielded: a cancellation takes effect after it. So ``f`` must be short, well below a
@@ -358,13 +355,7 @@ class Database:
         """
         return await self.session(lambda s: s.read(f, *args, **kwargs), writes=False)
 
-    async def write(
-        self,
-        f: Callable[Concatenate[transaction.Transaction, P], T],
-        /,
-        *args: P.args,
-        **kwargs: P.kwargs,
-    ) -> T:
+    async def write(self, f: InTransaction[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
         """Return ``f(tx, ...)`` of the one writing transaction, which has committed.
 
         It is shielded, as in `read`; ``f`` must compute nothing. It rolls back on an error.
@@ -375,11 +366,7 @@ class Database:
         return await self.session(lambda s: s.write(f, *args, **kwargs))
 
     async def try_to_write(
-        self,
-        f: Callable[Concatenate[transaction.Transaction, P], T],
-        /,
-        *args: P.args,
-        **kwargs: P.kwargs,
+        self, f: InTransaction[P, T], /, *args: P.args, **kwargs: P.kwargs
     ) -> None:
         """Write as `write` does, once; where the store cannot be reached, do without.
 

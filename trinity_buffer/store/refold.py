@@ -7,13 +7,13 @@ trusted.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 from sqlalchemy import Boolean, Integer, Table
 from sqlalchemy.exc import OperationalError, SQLAlchemyError
@@ -28,7 +28,7 @@ from trinity_buffer.store.connection import SQLiteTransaction
 from trinity_buffer.store.rows import format_address
 from trinity_buffer.store.sqlite import StoreFiles, dbapi2
 from trinity_buffer.store.tables import PROJECTIONS, archived, experience, plan
-from trinity_buffer.store.transaction import Statement, Transaction
+from trinity_buffer.store.transaction import InTransaction, Statement, Transaction
 
 Row = tuple[Any, ...]
 
@@ -127,10 +127,8 @@ def _fetch(tx: Transaction, experiment: int, span: Span, sql: str, **values: obj
     columns = ", ".join(f'"{column.name}"' for column in _TABLES[span.table].c)
     values |= {f"owner{n}": name for n, name in enumerate(span.owner)}
     values |= {"of": experiment, "after": span.after, "up_to": span.up_to}
-    sql = sql.format(
-        table=f'"{span.table}"', columns=columns, span=" AND ".join(wanted), number=f'"{number}"'
-    )
-    return Statement(sql).fetch_all(tx, **values)
+    named = {"table": f'"{span.table}"', "number": f'"{number}"', "span": " AND ".join(wanted)}
+    return Statement(sql.format(columns=columns, **named)).fetch_all(tx, **values)
 
 
 def spans(tx: Transaction, experiment: int) -> list[Span]:
@@ -141,9 +139,8 @@ def spans(tx: Transaction, experiment: int) -> list[Span]:
         if not owner:
             whole.append(Span(name))
             continue
-        columns = ", ".join(owner)
-        query = Statement(f"SELECT DISTINCT {columns} FROM {name} WHERE experiment = :of")
-        owners = query.fetch_all(tx, of=experiment)
+        query = f"SELECT DISTINCT {', '.join(owner)} FROM {name} WHERE experiment = :of"
+        owners = Statement(query).fetch_all(tx, of=experiment)
         whole += [Span(name, owner) for owner in sorted(owners, key=repr)]
     return whole
 
@@ -212,12 +209,8 @@ def mend(tx: Transaction, wrong: Iterable[Difference]) -> None:
 
 def counts(tx: Transaction, experiment: int) -> dict[str, int]:
     """Return how many rows each projection has."""
-    return {
-        name: Statement(f"SELECT count(*) FROM {name} WHERE experiment = :of").value(
-            tx, of=experiment
-        )
-        for name in _TABLES
-    }
+    counting = "SELECT count(*) FROM {} WHERE experiment = :of"
+    return {n: Statement(counting.format(n)).value(tx, of=experiment) for n in _TABLES}
 
 
 P = ParamSpec("P")
@@ -264,9 +257,7 @@ class Scratch:
         self.position = 0
         self._contradiction: UnfoldableError | None = None
 
-    def ask(
-        self, f: Callable[Concatenate[Transaction, P], T], /, *args: P.args, **kwargs: P.kwargs
-    ) -> T:
+    def ask(self, f: InTransaction[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
         """Return the result of ``f`` on these projections. Not on an event loop."""
         return self._tx.run(f, args, kwargs, writes=False)
 

@@ -158,7 +158,6 @@ def experience_row(row: Sequence[Any]) -> ExperienceRow:
     """Return the value object of a row of `EXPERIENCE_COLUMNS`."""
     # Unpacked: looked up by name, the columns would take four times as long as all else.
     address, batch, task, run, step, suffix, kinds, *others, segment, digest = row
-    eid = EID(
-        typed(batch, is_int=bool(kinds & 1)), typed(task, is_int=bool(kinds & 2)), run, step, suffix
-    )
+    key = int(batch) if kinds & 1 else batch
+    eid = EID(key, int(task) if kinds & 2 else task, run, step, suffix)
     return ExperienceRow._make((int(address), eid, *others, bytes(segment), bytes(digest)))

@@ -227,10 +227,8 @@ def create(tx: Transaction, name: str) -> None:
     statements = [statement for _, made, _ in _objects(tx) for statement in made]
     if is_server:  # it tries to compress every blob otherwise: 1.5 times the time of a write
         statements.append("ALTER TABLE segment ALTER COLUMN data SET STORAGE EXTERNAL")
-    for statement in (
-        *statements,
-        f"INSERT INTO alembic_version VALUES ('{tables.SCHEMA_REVISION}')",
-    ):
+    statements.append(f"INSERT INTO alembic_version VALUES ('{tables.SCHEMA_REVISION}')")
+    for statement in statements:
         tx.fetch_all(statement, ())
 
 

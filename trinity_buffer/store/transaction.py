@@ -325,6 +325,9 @@ class Transaction:
         """Notify the other processes at the commit; one of SQLite they see by themselves."""
 
 
+InTransaction: TypeAlias = Callable[Concatenate[Transaction, P], T]
+"""A function ``f(tx, ...)`` of the store."""
+
 OF_ONE_STATEMENT: set[Callable[..., Any]] = set()
 """The functions that `one_statement` marked."""
 
@@ -360,9 +363,7 @@ class ReadSession:
     run: Callable[..., Any] = field(init=False)
     wrote: bool = False
 
-    def read(
-        self, f: Callable[Concatenate[Transaction, P], T], /, *args: P.args, **kwargs: P.kwargs
-    ) -> T:
+    def read(self, f: InTransaction[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
         """Return ``f(tx, ...)`` of a transaction that sees one state and changes nothing."""
         try:
             done: T = self.run(f, args, kwargs, writes=False, once=self.once)
@@ -379,9 +380,7 @@ class ReadSession:
 class Session(ReadSession):
     """A `ReadSession` that writes too."""
 
-    def write(
-        self, f: Callable[Concatenate[Transaction, P], T], /, *args: P.args, **kwargs: P.kwargs
-    ) -> T:
+    def write(self, f: InTransaction[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
         """Return ``f(tx, ...)`` of a writing transaction, which has committed."""
         try:
             done: T = self.run(f, args, kwargs, writes=True, once=self.once)

@@ -7,7 +7,7 @@ what it keeps to its writer, and rejects the rest with a reason.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import KW_ONLY, field, replace
 from functools import partial
 from typing import Any, ClassVar, Literal
@@ -16,7 +16,7 @@ import numpy as np
 from typing_extensions import override
 
 from trinity_buffer.algorithm import annotating, arguments, group_scores
-from trinity_buffer.algorithm.annotating import Problem
+from trinity_buffer.algorithm.annotating import Problem, Scored
 from trinity_buffer.algorithm.copies import left_out
 from trinity_buffer.algorithm.group_scores import Rewards, RewardScorer, ScoredGroups, WholeUnits
 from trinity_buffer.experience import Experience, group_by
@@ -82,14 +82,10 @@ class AddStrategy(WholeUnits, arguments.Configured, ABC):
 
         A reason is recorded with U+FFFD in place of NUL and surrogates, which no database stores.
         """
-        record: Callable[[Sequence[Experience], str], None] | None = getattr(
-            self.writer, "reject", None
-        )
-        if record is None:
-            return False
-        if experiences:
+        record: Any = getattr(self.writer, "reject", None)
+        if experiences and record is not None:
             record(experiences, reason)
-        return True
+        return record is not None
 
     def usable(
         self, experiences: Sequence[Experience], needs: Sequence[str] | None = None
@@ -101,9 +97,8 @@ class AddStrategy(WholeUnits, arguments.Configured, ABC):
         Raises:
             InvalidExperienceError: one lacks a field and the writer cannot record a rejection.
         """
-        return self.sound(
-            experiences, annotating.problems_of(experiences, self.needs if needs is None else needs)
-        )
+        fields = self.needs if needs is None else needs
+        return self.sound(experiences, annotating.problems_of(experiences, fields))
 
     def sound(
         self, experiences: Sequence[Experience], problems: Iterable[Problem]
@@ -143,9 +138,7 @@ class GroupAdvantageStrategy(AddStrategy):
         """Return the groups by their id, in order of first appearance."""
 
     @abstractmethod
-    def calculate_group_advantage(
-        self, group_id: str, exps: list[Experience]
-    ) -> tuple[list[Experience], dict[str, float]]:
+    def calculate_group_advantage(self, group_id: str, exps: list[Experience]) -> Scored:
         """Set the advantages of one group; return the members to write, and the group's metrics.
 
         Members that are not returned are rejected, for the reason `left_out`.
@@ -164,23 +157,17 @@ class GroupAdvantageStrategy(AddStrategy):
             group_id: self.usable(group, self.needs_of(group))
             for group_id, group in self.group_experiences(exps).items()
         }
+        groups = {group_id: group for group_id, group in groups.items() if group}
         scored = [
-            (
-                group,
-                *annotating.scored_group(
-                    self, self.calculate_group_advantage(group_id, list(group))
-                ),
-            )
+            annotating.scored_group(self, self.calculate_group_advantage(group_id, list(group)))
             for group_id, group in groups.items()
-            if group
         ]
-        for group, chosen, _ in scored:
+        for group, (chosen, _) in zip(groups.values(), scored, strict=True):
             self.reject(left_out(group, chosen), self.left_out)
             if chosen:
                 await self.writer.write_async(chosen)
-        metrics = [of_group for _, _, of_group in scored]
-        count = sum(len(chosen) for _, chosen, _ in scored)
-        return count, annotating.gather_groups(metrics)
+        count = sum(len(chosen) for chosen, _ in scored)
+        return count, annotating.gather_groups([metrics for _, metrics in scored])
 
 
 @arguments.configured
@@ -221,9 +208,7 @@ class RewardStrategy(group_scores.CountsOver, GroupAdvantageStrategy):
         return np.array([annotating.reward_of(e) for e in exps])
 
     @override
-    def calculate_group_advantage(
-        self, group_id: str, exps: list[Experience]
-    ) -> tuple[list[Experience], dict[str, float]]:
+    def calculate_group_advantage(self, group_id: str, exps: list[Experience]) -> Scored:
         """Score one group; return the members that are kept."""
         return annotating.annotate_group(exps, self.rewards_of(exps), self.score_groups, self.over)
 
@@ -292,11 +277,7 @@ class GRPOAddStrategy(group_scores.NormalizedScores, RewardStrategy):
     """
 
     left_out: ClassVar[str] = "zero_variance"
-    reference_args: ClassVar[Mapping[str, Any]] = {
-        "on_unknown": "ignore",
-        "std_floor": 0.0,
-        "over": "rows",
-    }
+    reference_args = {"on_unknown": "ignore", "std_floor": 0.0, "over": "rows"}
 
     std_threshold: float | None = field(default=None, kw_only=True)
 
@@ -325,7 +306,7 @@ class OPMDAddStrategy(RewardStrategy):
         kwargs: of `RewardStrategy`.
     """
 
-    reference_args: ClassVar[Mapping[str, Any]] = {"on_unknown": "ignore", "over": "rows"}
+    reference_args = {"on_unknown": "ignore", "over": "rows"}
 
     opmd_baseline: str = "mean"
     tau: float = 1.0
@@ -354,11 +335,7 @@ class RewardVarianceAddStrategy(RewardFilter):
         kwargs: of `RewardFilter`.
     """
 
-    reference_args: ClassVar[Mapping[str, Any]] = {
-        "on_unknown": "ignore",
-        "std_floor": 0.0,
-        "over": "rows",
-    }
+    reference_args = {"on_unknown": "ignore", "std_floor": 0.0, "over": "rows"}
 
     variance_threshold: float = 0.0
     _: KW_ONLY

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import KW_ONLY
 from typing import Any, ClassVar, Literal
 
 from typing_extensions import override
 
-from trinity_buffer.algorithm.add_strategy import add_strategy
+from trinity_buffer.algorithm.add_strategy.add_strategy import (
+    ADD_STRATEGY,
+    RewardVarianceAddStrategy,
+)
 from trinity_buffer.algorithm.arguments import configured
 from trinity_buffer.algorithm.copies import copy_experience, copy_group
 from trinity_buffer.errors import InvalidArgumentError
@@ -18,9 +21,9 @@ from trinity_buffer.experience import Experience
 Group = list[Experience]
 
 
-@add_strategy.ADD_STRATEGY.register_module("duplicate_informative")
+@ADD_STRATEGY.register_module("duplicate_informative")
 @configured
-class DuplicateInformativeAddStrategy(add_strategy.RewardVarianceAddStrategy):
+class DuplicateInformativeAddStrategy(RewardVarianceAddStrategy):
     """Replaces uninformative groups by copies of informative ones (POLARIS, https://hkunlp.github.io/blog/2025/Polaris).
 
     Copies are whole groups, as evenly many of each as possible; each is a group of its own, under a
@@ -44,8 +47,8 @@ class DuplicateInformativeAddStrategy(add_strategy.RewardVarianceAddStrategy):
     """
 
     unit: ClassVar[Literal["group", "batch"]] = "batch"
-    reference_args: ClassVar[Mapping[str, Any]] = {
-        **add_strategy.RewardVarianceAddStrategy.reference_args,
+    reference_args = {
+        **RewardVarianceAddStrategy.reference_args,
         "copy_ids": "offset",
         "seed": None,
     }

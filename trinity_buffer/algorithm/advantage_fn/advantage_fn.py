@@ -19,7 +19,7 @@ from typing_extensions import override
 
 from trinity_buffer.algorithm import annotating, arguments
 from trinity_buffer.algorithm.advantage_fn.rows import Result, Rows
-from trinity_buffer.algorithm.annotating import Problem
+from trinity_buffer.algorithm.annotating import Problem, Scored
 from trinity_buffer.algorithm.group_scores import (
     CountsOver,
     Over,
@@ -96,13 +96,11 @@ class PipelineAdvantage(WholeUnits, AdvantageFn):
             raise problem.error(type(self).__name__)
 
     @abstractmethod
-    def process(self, exps: list[Experience]) -> tuple[list[Experience], dict[str, Any]]:
+    def process(self, exps: list[Experience]) -> Scored:
         """Set the advantages of ``exps``; return those that are kept, and metrics."""
 
     @override
-    def __call__(
-        self, exps: list[Experience], **kwargs: Any
-    ) -> tuple[list[Experience], dict[str, Any]]:
+    def __call__(self, exps: list[Experience], **kwargs: Any) -> Scored:
         """Do what `process` does."""
         return self.process(exps)
 
@@ -134,13 +132,11 @@ class GroupAdvantage(CountsOver, PipelineAdvantage):
             yield from annotating.problems_of(group, self.needs_of(group))
 
     @abstractmethod
-    def calculate_group_advantage(
-        self, group_id: str, exps: list[Experience]
-    ) -> tuple[list[Experience], dict[str, Any]]:
+    def calculate_group_advantage(self, group_id: str, exps: list[Experience]) -> Scored:
         """Set the advantages of one group; return the members that are kept, and its metrics."""
 
     @override
-    def process(self, exps: list[Experience]) -> tuple[list[Experience], dict[str, Any]]:
+    def process(self, exps: list[Experience]) -> Scored:
         """Score all groups; the result is ordered by group."""
         # All rows are checked before the first is annotated.
         self.check(exps)
@@ -148,8 +144,8 @@ class GroupAdvantage(CountsOver, PipelineAdvantage):
             annotating.scored_group(self, self.calculate_group_advantage(group_id, group))
             for group_id, group in self.group_experiences(exps).items()
         ]
-        scored_rows = [experience for group, _ in scored for experience in group]
-        return scored_rows, annotating.gather_groups([metrics for _, metrics in scored])
+        members = [experience for group, _ in scored for experience in group]
+        return members, annotating.gather_groups([metrics for _, metrics in scored])
 
 
 class RewardAdvantage(GroupAdvantage):
@@ -168,9 +164,7 @@ class RewardAdvantage(GroupAdvantage):
         """Return the scores of ``k`` groups of one size, given their finite rewards ``[k, G]``."""
 
     @override
-    def calculate_group_advantage(
-        self, group_id: str, exps: list[Experience]
-    ) -> tuple[list[Experience], dict[str, Any]]:
+    def calculate_group_advantage(self, group_id: str, exps: list[Experience]) -> Scored:
         """Score one group."""
         rewards = np.array([annotating.reward_of(e) for e in exps])
         return annotating.annotate_group(exps, rewards, self.score_groups, self.over)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import KW_ONLY
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,7 +12,7 @@ from typing_extensions import override
 
 from trinity_buffer.algorithm import group_scores
 from trinity_buffer.algorithm.advantage_fn.advantage_fn import ADVANTAGE_FN, GroupAdvantage
-from trinity_buffer.algorithm.annotating import annotate, annotate_group, reward_of, runs_of
+from trinity_buffer.algorithm.annotating import Scored, annotate, annotate_group, reward_of, runs_of
 from trinity_buffer.algorithm.arguments import NOT_NEGATIVE, checked, configured
 from trinity_buffer.algorithm.group_scores import Rewards, RewardScorer, ScoredGroups
 from trinity_buffer.experience import Experience
@@ -59,9 +59,7 @@ class RECGroupedAdvantage(group_scores.Deviation, GroupAdvantage):
         return ScoredGroups(scores=scores, metrics=metrics)
 
     @override
-    def calculate_group_advantage(
-        self, group_id: str, exps: list[Experience]
-    ) -> tuple[list[Experience], dict[str, Any]]:
+    def calculate_group_advantage(self, group_id: str, exps: list[Experience]) -> Scored:
         """Score one group; members that are dropped are returned, with advantage 0."""
         rewards = np.array([reward_of(e) for e in exps])
         runs = runs_of(exps, self.over)

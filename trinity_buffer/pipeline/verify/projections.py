@@ -87,10 +87,7 @@ async def facts_of(
 
 
 async def catch_up(
-    database: Database,
-    scratch: Scratch,
-    progress: Progress = no_progress,
-    decode: Decode = decoded_events,
+    database: Database, scratch: Scratch, progress: Progress, decode: Decode = decoded_events
 ) -> None:
     """Fold what is in the log, and go on while many more come.
 
@@ -112,16 +109,11 @@ async def catch_up(
 
 def whole_spans(tx: Transaction, scratch: Scratch) -> list[Span]:
     """Return the unlimited spans that together are all projections, live and folded."""
-    live, folded = (
-        refold.spans(tx, scratch.experiment),
-        scratch.ask(refold.spans, scratch.experiment),
-    )
-    return list(dict.fromkeys([*live, *folded]))
+    folded = scratch.ask(refold.spans, scratch.experiment)
+    return list(dict.fromkeys([*refold.spans(tx, scratch.experiment), *folded]))
 
 
-async def suspects(
-    database: Database, scratch: Scratch, progress: Progress = no_progress
-) -> list[Span]:
+async def suspects(database: Database, scratch: Scratch, progress: Progress) -> list[Span]:
     """Return the spans where live and folded rows may differ, looking at each for itself.
 
     They are those that differ at first sight, and the last one of each table and owner, which
@@ -185,10 +177,8 @@ async def compare(
             again += [span for span in whole if span.is_stateful]
         confirmed: list[Difference] = []
         for span in again:
-            live = refold.rows_of(tx, experiment, span)
-            confirmed += refold.differences(
-                span, live, scratch.ask(refold.rows_of, experiment, span)
-            )
+            folded = scratch.ask(refold.rows_of, experiment, span)
+            confirmed += refold.differences(span, refold.rows_of(tx, experiment, span), folded)
         if mends:
             refold.mend(tx, confirmed)
             tx.announce()
