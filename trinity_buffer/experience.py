@@ -61,12 +61,8 @@ def tensor_of(eid: EID, name: str, value: Any, dtype: torch.dtype | None) -> Any
     except errors.InvalidExperienceError:
         raise
     except (TypeError, ValueError, RuntimeError) as error:
-        raise refused(
-            eid,
-            name,
-            f"cannot be made a tensor ({error}); give a list of numbers, all rows of one length, "
-            "or a tensor",
-        ) from error
+        how = "give a list of numbers, all rows of one length, or a tensor"
+        raise refused(eid, name, f"cannot be made a tensor ({error}); {how}") from error
 
 
 def _check_mask(eid: EID, name: str, value: Any) -> None:
@@ -292,10 +288,8 @@ class Experience:
     @property
     def policy_version(self) -> int | None:
         """Version of the weights that generated it: ``info["model_version"]``."""
-        info = self.__dict__.get("info")
-        version = (
-            self.__dict__.get("_policy_version") if info is None else info.get("model_version")
-        )
+        known, info = self.__dict__, self.__dict__.get("info")
+        version = known.get("_policy_version") if info is None else info.get("model_version")
         return None if version is None else int(version)
 
     @policy_version.setter
@@ -322,13 +316,8 @@ class Experience:
         """Return a summary for people, ready for JSON and without tensors."""
         shown = ("reward", "truncate_status", "info", "metrics", *FAMILIES["text"])
         known = {name: self.__dict__[name] for name in shown if self.__dict__.get(name) is not None}
-        return {
-            "eid": self.eid.to_dict(),
-            "type": self.experience_type,
-            "prompt_length": self.prompt_length,
-            "response_length": self.response_length,
-            **known,
-        }
+        lengths = {name: getattr(self, name) for name in ("prompt_length", "response_length")}
+        return {"eid": self.eid.to_dict(), "type": self.experience_type, **lengths, **known}
 
     def __getattr__(self, name: str) -> Any:
         family = _FAMILY_OF.get(name)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from statistics import fmean
 from typing import Any
 
 
@@ -29,11 +30,7 @@ def gather_metrics(
             number = _number(value)
             if number is not None:
                 columns.setdefault(name, []).append(number)
-    reducers: dict[str, Callable[[list[float]], float]] = {
-        "mean": lambda v: math.fsum(v) / len(v),
-        "max": max,
-        "min": min,
-    }
+    reducers: dict[str, Callable[[list[float]], float]] = {"mean": fmean, "max": max, "min": min}
     return {
         f"{prefix}/{name}/{stat}": float(reducers[stat](values))
         for name, values in columns.items()

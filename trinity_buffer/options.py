@@ -47,12 +47,9 @@ Seconds = Annotated[
     # Thirty years: practically for ever, yet it can be added to a clock without overflow.
     float, Meta(gt=0, le=1e9, description="a number of seconds above 0, at most 1e+09")
 ]
+_DEVICE = r"^(cpu(:0)?|cuda(:[0-9]+)?)\Z"
 Device = Annotated[
-    str,
-    Meta(
-        pattern=r"^(cpu(:0)?|cuda(:[0-9]+)?)\Z",
-        description="cpu, cuda, or one GPU of this machine, such as cuda:1",
-    ),
+    str, Meta(pattern=_DEVICE, description="cpu, cuda, or one GPU of this machine, such as cuda:1")
 ]
 Layout = Literal["padded", "packed"]
 

@@ -227,11 +227,8 @@ def drawn(title: str, lines: Sequence[StepLine], supervisor: Supervisor) -> Pane
     footer = "Ctrl-C ends it; nothing is lost"
     if supervisor.kills:
         footer = f"{supervisor.kills} processes killed so far"
-    return Panel(
-        Group(top, rewards, Text(), bottom, Text(footer, style="dim")),
-        title=title,
-        border_style="blue",
-    )
+    parts = Group(top, rewards, Text(), bottom, Text(footer, style="dim"))
+    return Panel(parts, title=title, border_style="blue")
 
 
 def save_curve(path: str, lines: Sequence[StepLine], title: str) -> bool:

@@ -329,10 +329,7 @@ async def why(source: Source, uid: str) -> output.Answer:
 
 @options.command(lines=True)
 async def rejected(
-    source: Source,
-    by: str | None = None,
-    reason: str | None = None,
-    limit: options.Count = 20,
+    source: Source, by: str | None = None, reason: str | None = None, limit: options.Count = 20
 ) -> output.Answer:
     """Show what was left out, by whom and why.
 

@@ -48,6 +48,11 @@ def summary_of(name: str) -> str:
     return own.split('"""', 2)[1].splitlines()[0]
 
 
+# Help is plain text: rich would take twice as long to import as everything else that it needs.
+PLAIN: dict[str, Any] = {"rich_markup_mode": None, "pretty_exceptions_enable": False}
+PLAIN["add_completion"] = False
+
+
 class OwnCommand(TyperCommand):
     """A command that refuses an empty option, and a second ``--strategy``."""
 
@@ -77,9 +82,7 @@ class CommandTable(TyperGroup):
         if cmd_name not in COMMANDS:
             return None
         module, _, function = COMMANDS[cmd_name].partition(":")
-        alone = typer.Typer(
-            add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None
-        )
+        alone = typer.Typer(**PLAIN)
         # Importing torch and SQLAlchemy allocates enough for dozens of collections, and all of it
         # stays: later ones leave it out.
         gc.disable()
@@ -97,14 +100,7 @@ class CommandTable(TyperGroup):
             formatter.write_dl([(name, summary_of(name)) for name in COMMANDS])
 
 
-# Help is plain text: rich would take twice as long to import as everything else that it needs.
-app = typer.Typer(
-    cls=CommandTable,
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-    rich_markup_mode=None,
-)
+app = typer.Typer(cls=CommandTable, no_args_is_help=True, **PLAIN)
 
 
 def _print_version(wanted: bool) -> None:

@@ -216,22 +216,17 @@ def algorithms() -> output.Answer:
     from trinity_buffer.algorithm.arguments import Registry  # noqa: PLC0415
     from trinity_buffer.algorithm.building import effective_args  # noqa: PLC0415
 
-    def arguments(kind: Registry[Any], name: str) -> dict[str, Any]:
-        if kind.kind != "algorithm_type":
-            return dict(kind.get(name).default_args())
-        return {key: value for key, value in effective_args(name).items() if key != "algorithm"}
-
     kinds = [value for value in vars(algorithm).values() if isinstance(value, Registry)]
-    entries: list[dict[str, Any]] = [
-        {
-            "kind": kind.kind,
-            "name": name,
-            "class": f"{kind.get(name).__module__}.{kind.get(name).__qualname__}",
-            "arguments": arguments(kind, name),
-        }
-        for kind in sorted(kinds, key=lambda kind: kind.kind)
-        for name in kind.names()
-    ]
+    entries: list[dict[str, Any]] = []
+    for registry in sorted(kinds, key=lambda registry: registry.kind):
+        for name in registry.names():
+            cls, is_whole = registry.get(name), registry.kind == "algorithm_type"
+            args = effective_args(name) if is_whole else dict(cls.default_args())
+            if is_whole:
+                del args["algorithm"]  # its own name
+            place = f"{cls.__module__}.{cls.__qualname__}"
+            entry = {"kind": registry.kind, "name": name, "class": place, "arguments": args}
+            entries.append(entry)
 
     def text() -> output.Lines:
         rows = [(*[*entry.values()][:-1], _arguments_text(entry["arguments"])) for entry in entries]

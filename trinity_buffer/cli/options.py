@@ -69,13 +69,8 @@ HELPS = {
 }
 """Parameter of a command -> its help, unless the docstring of the command has another."""
 
-FLAGS = {
-    "annotation_set": "--set",
-    "arguments": "--set",
-    "as_json": "--json",
-    "overrides": "--set",
-    "place": "--config",
-}
+FLAGS = dict.fromkeys(("annotation_set", "arguments", "overrides"), "--set")
+FLAGS |= {"as_json": "--json", "place": "--config"}
 """Parameter -> its option, if that is not its name."""
 
 

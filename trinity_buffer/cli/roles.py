@@ -36,9 +36,9 @@ from trinity_buffer.demo.policy import TransformerPolicy
 from trinity_buffer.events import ConfigurationChanged, ExperimentFinished, TrainerRewound, kinds_of
 from trinity_buffer.explorer.explore import BatchReport
 from trinity_buffer.identity import require_name
-from trinity_buffer.options import renamed, renamed_key
+from trinity_buffer.options import option_types, renamed, renamed_key
 from trinity_buffer.pipeline.annotate.consumer import RECORDED, ConsumerReport, run_strategy
-from trinity_buffer.pipeline.config import RunConfig
+from trinity_buffer.pipeline.config import BatchOptions, RunConfig
 from trinity_buffer.pipeline.coordination.diagnosis import counted
 from trinity_buffer.pipeline.history import replay as replaying
 from trinity_buffer.pipeline.store import Experiment, Store, open_store
@@ -324,6 +324,7 @@ async def explore(url: str, experiment: str, *, actor: str, say: Say, **options:
         if options["acknowledgements"] is not None:
             make_folder(options["acknowledgements"].parent)
         say(f"explores {experiment} as {actor}")
+        options |= {name: getattr(config, name) for name in option_types(BatchOptions)}
         await backend_for(config).explore(opened, report=on_batch, actor=actor, **options)
         if batches:
             return

@@ -157,27 +157,16 @@ class DemoBackend:
             return TaskSampler(first_policy(config), task_of(config), config.seed)
         return SolutionSampler(task_of(config), config.seed, pairs=data == "pairs")
 
-    async def explore(
-        self,
-        experiment: Experiment,
-        *,
-        actor: str,
-        report: Callable[[exploring.BatchReport], None],
-        **options: Any,
-    ) -> None:
+    async def explore(self, experiment: Experiment, *, actor: str, **options: Any) -> None:
         """Make rollouts of fresh problems until the experiment is finished."""
-        config = self.config
-        rules = exploring.ExploreOptions(
-            groups_per_batch=config.groups_per_batch,
-            rollouts_per_group=config.rollouts_per_group,
-            report=report,
-            **options,
-        )
+        rules, sampler = exploring.ExploreOptions(**options), self._sampler()
         # Recorded data take no time to make, so a batch of them is one write.
-        per_write = 8 if algorithm_of(config).type.use_rollout else config.groups_per_batch
-        await exploring.SamplingExplorer(
-            experiment, self._sampler(), actor, rules, groups_per_write=per_write
-        ).run()
+        samples = algorithm_of(self.config).type.use_rollout
+        per_write = 8 if samples else self.config.groups_per_batch
+        explorer = exploring.SamplingExplorer(
+            experiment, sampler, actor, rules, groups_per_write=per_write
+        )
+        await explorer.run()
 
     def accuracy(self, policy: TransformerPolicy, *, problems: int, seed: int) -> float:
         """Return the fraction of fresh problems that greedy answers solve."""
@@ -228,32 +217,16 @@ class HFBackend:
         if not explores or self.config.server is None or self.config.server_type != "vllm":
             _ = self._model_path
 
-    async def explore(
-        self,
-        experiment: Experiment,
-        *,
-        report: Callable[[exploring.BatchReport], None],
-        **options: Any,
-    ) -> None:
+    async def explore(self, experiment: Experiment, **options: Any) -> None:
         """Roll out the list of tasks to its end, or until the experiment is finished."""
         config = self.config
         rollout, tasks = self._rollout(), self._tasks()
+        options |= {name: getattr(config.explorer, name) for name in option_types(RolloutOptions)}
         torch.seed()  # explorers started together must not sample the same tokens
         with own_code({f"rollout {config.rollout!r}": rollout}):
             async with self._model() as model:
                 await exploring.explore(
-                    experiment,
-                    tasks=tasks,
-                    rollout=rollout,
-                    model=model,
-                    groups_per_batch=config.groups_per_batch,
-                    rollouts_per_group=config.rollouts_per_group,
-                    report=report,
-                    **options,
-                    **{
-                        name: getattr(config.explorer, name)
-                        for name in option_types(RolloutOptions)
-                    },
+                    experiment, tasks=tasks, rollout=rollout, model=model, **options
                 )
 
     def accuracy(self, policy: CausalLM, *, problems: int, seed: int) -> float | None:  # noqa: ARG002

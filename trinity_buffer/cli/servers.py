@@ -86,15 +86,9 @@ async def serve(
     url = options.chosen_store(store)
     async with open_store(url, read_only=True) as opened:  # before anything listens
         shown = opened.url
+    app, ending = inspector(url, token=token), {"timeout_graceful_shutdown": GOODBYE_S}
     with listening(host, port) as door:
-        await _serve(
-            door,
-            host,
-            inspector(url, token=token),
-            lambda at: f"shows {shown}: {at}/",
-            lifespan="on",
-            timeout_graceful_shutdown=GOODBYE_S,
-        )
+        await _serve(door, host, app, lambda at: f"shows {shown}: {at}/", lifespan="on", **ending)
 
 
 @options.command(interrupted=options.RESUMABLE)
@@ -199,9 +193,6 @@ async def record(
             options.make_folder_of(store)
             async with open_store(store) as opened:
                 recording = await Recording.begin(opened, experiment, actor=actor, config=config)
-                await _serve(
-                    door,
-                    host,
-                    Recorder(behind, recording, max_in_flight=max_in_flight, **settings).app(),
-                    lambda at: f"records what {behind.root} answers into {experiment}: {at}/v1",
-                )
+                app = Recorder(behind, recording, max_in_flight=max_in_flight, **settings).app()
+                what = f"records what {behind.root} answers into {experiment}"
+                await _serve(door, host, app, lambda at: f"{what}: {at}/v1")

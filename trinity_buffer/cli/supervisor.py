@@ -36,17 +36,10 @@ STALLED = 3
 _FINAL = (2, GIVEN_UP)  # 2: the command itself was refused
 
 _BEYOND_RESTART = (
-    errors.InvalidArgumentError,
-    errors.ConflictError,
-    errors.TrainingError,
-    errors.CodecVersionError,
-    errors.UnknownStoreError,
-    errors.UnknownExperimentError,
-    errors.SchemaOutdatedError,
-    errors.SchemaTooNewError,
-    errors.UnsafeStoreError,
-    errors.ReadOnlyStoreError,
-    errors.StoreReplacedError,
+    *(errors.InvalidArgumentError, errors.ConflictError, errors.TrainingError),
+    *(errors.CodecVersionError, errors.SchemaOutdatedError, errors.SchemaTooNewError),
+    *(errors.UnknownStoreError, errors.UnknownExperimentError, errors.UnsafeStoreError),
+    *(errors.ReadOnlyStoreError, errors.StoreReplacedError),
 )
 
 _PR_SET_PDEATHSIG = 1

@@ -123,12 +123,8 @@ _RECORDED = DemoRecipe(
     max_queued_groups=256,
     max_steps=100,
 )
-_EXPERT = replace(
-    _GROUPS,
-    family="expert data",
-    groups_per_step=48,
-    algorithm_args={**_NO_REFERENCE, "sample_strategy_args": {"expert_data_ratio": 1 / 3}},
-)
+_MIXED = {**_NO_REFERENCE, "sample_strategy_args": {"expert_data_ratio": 1 / 3}}
+_EXPERT = replace(_GROUPS, family="expert data", groups_per_step=48, algorithm_args=_MIXED)
 _TEACHER = DemoRecipe(family="distillation")
 
 RECIPES: dict[str, DemoRecipe] = {

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import count
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, TypeAlias
 
 import numpy as np
 import torch
@@ -25,6 +25,10 @@ from trinity_buffer.experience import EID, Experience, Key
 
 if TYPE_CHECKING:
     from trinity_buffer.algorithm import Algorithm
+
+
+Draws: TypeAlias = NDArray[np.float64] | None
+"""Random numbers of each run, ``[runs, tokens]``; None: the likeliest token is taken."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,10 +113,7 @@ def evaluate(policy: TransformerPolicy, task: Task, problems: int, *, seed: int)
 
 @torch.no_grad()
 def _play(
-    policy: TransformerPolicy,
-    task: Task,
-    problems: Sequence[Problem],
-    numbers: NDArray[np.float64] | None,
+    policy: TransformerPolicy, task: Task, problems: Sequence[Problem], numbers: Draws
 ) -> list[list[_Turn]]:
     """Return the turns of one run per problem; without ``numbers`` decoding is greedy."""
     played: list[list[_Turn]] = [[] for _ in problems]
@@ -137,10 +138,7 @@ def _play(
 
 
 def _speak(
-    policy: TransformerPolicy,
-    contexts: Sequence[Tokens],
-    length: int,
-    numbers: NDArray[np.float64] | None,
+    policy: TransformerPolicy, contexts: Sequence[Tokens], length: int, numbers: Draws
 ) -> tuple[list[Tokens], Tensor]:
     """Return ``length`` tokens for each context, and their log-probs ``[runs, length]``."""
     # The runs of a group share their prompt: it is read once, then its cache is copied. With the
@@ -198,11 +196,8 @@ def needs_of(algorithm: Algorithm, groups_per_step: int) -> Needs:
     if not algorithm.type.use_rollout:
         data = "pairs" if algorithm.type.schema == "dpo" else "solutions"
     advantage = algorithm.advantage
-    return Needs(
-        data,
-        advantage is not None and "teacher_logprob" in advantage.tensors,
-        algorithm.sample.plan(1, groups_per_step).expert,
-    )
+    teacher = advantage is not None and "teacher_logprob" in advantage.tensors
+    return Needs(data, teacher, algorithm.sample.plan(1, groups_per_step).expert)
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,23 +236,17 @@ class SolutionSampler:
         for index, run in pairs:
             eid, problem = EID(batch, index, run, 0), self.task.problem(self.seed, batch, index)
             prompt, answer = list(problem.prompt), list(problem.answer)
-            if not self.pairs:
-                example = Experience(
-                    eid=eid,
-                    tokens=prompt + answer,
-                    prompt_length=len(prompt),
-                    prompt_text=self.task.text(prompt),
-                    response_text=self.task.text(answer),
-                )
-                examples.append(example)
-                continue
-            # As many tokens as the answer has, drawn from those that answers are made of.
-            drawn = (
-                list(whole_draws(len(answer), 10, "wrong", self.seed, batch, index, attempt))
-                for attempt in count()
-            )
-            wrong = next(tokens for tokens in drawn if tokens != answer)
-            examples.append(Experience(eid=eid, tokens=prompt, chosen=answer, rejected=wrong))
+            if self.pairs:
+                # As many tokens as the answer has, drawn from those that answers are made of.
+                keys = (("wrong", self.seed, batch, index, attempt) for attempt in count())
+                drawn = (list(whole_draws(len(answer), 10, *key)) for key in keys)
+                wrong = next(tokens for tokens in drawn if tokens != answer)
+                example = Experience(eid=eid, tokens=prompt, chosen=answer, rejected=wrong)
+            else:
+                example = Experience(eid=eid, tokens=prompt + answer, prompt_length=len(prompt))
+                example.prompt_text = self.task.text(prompt)
+                example.response_text = self.task.text(answer)
+            examples.append(example)
         return examples
 
 

@@ -234,11 +234,8 @@ class _Look:
         tx, key = self._tx, self._key
         backlog = trainer_queries.backlog(tx, key, rules.trainer)
         version = writer_queries.newest_version(tx, key)
-        if (
-            planning.is_unpublished(rules, backlog)
-            and version is not None
-            and version <= backlog.published
-        ):
+        is_behind = version is not None and version <= backlog.published
+        if is_behind and planning.is_unpublished(rules, backlog):
             step = trainer_queries.step_at(tx, key, rules.trainer, backlog.published + 1)
             made = f"the newest rollout was made with version {version}"
             at = None if step is None else step.committed_at

@@ -181,16 +181,10 @@ def _group(
     missing = len(set(range(rollouts or 0)) - {run.run for run in runs})
     states = Counter(run.state for run in runs)
     parts = [state if len(states) == 1 else f"{n} {state}" for state, n in states.items()]
-    return GroupView(
-        members[0][0].eid.batch,
-        members[0][0].eid.task,
-        rollouts,
-        *_moments(compared),
-        "; ".join([*parts, f"{missing} missing"] if missing else parts),
-        missing,
-        tuple(runs),
-        max(row.address for row, _ in members),
-    )
+    state = "; ".join([*parts, f"{missing} missing"] if missing else parts)
+    eid, newest = members[0][0].eid, max(row.address for row, _ in members)
+    planned = (eid.batch, eid.task, rollouts)
+    return GroupView(*planned, *_moments(compared), state, missing, tuple(runs), newest)
 
 
 def _moments(rows: Sequence[RunView]) -> tuple[float | None, float | None]:

@@ -149,14 +149,10 @@ def _overview(
         stored = writer_queries.experience_rows(tx, key, [address for _, address in rows])
         versions = {at.address: at.policy_version for at in stored if at.policy_version is not None}
         lags = [step - 1 - versions[address] for step, address in rows if address in versions]
+        mean, terms = fmean(lags) if lags else None, counts.of_trainer(tx, key, row, numbers)
+        last = (row.leased_step, row.committed_step)
         return TrainerProgress(
-            row.name,
-            row.leased_step,
-            row.committed_step,
-            fmean(lags) if lags else None,
-            backlog.undelivered,
-            backlog.uncommitted,
-            counts.of_trainer(tx, key, row, numbers),
+            row.name, *last, mean, backlog.undelivered, backlog.uncommitted, terms
         )
 
     own = {state: number for (consumer, state), number in numbers.items() if not consumer}

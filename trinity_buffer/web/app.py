@@ -96,11 +96,8 @@ class Guard:
         known = hmac.compare_digest(cookie, _cookie_of(self._token).encode())
         if asked is None and (hmac.compare_digest(bearer, self._token) or known):
             return None
-        return PlainTextResponse(
-            "this inspector wants its token: /?token=TOKEN, or Authorization: Bearer TOKEN",
-            401,
-            {"www-authenticate": "Bearer"},
-        )
+        wanted = "this inspector wants its token: /?token=TOKEN, or Authorization: Bearer TOKEN"
+        return PlainTextResponse(wanted, 401, {"www-authenticate": "Bearer"})
 
 
 def _cookie_of(token: bytes) -> str:
@@ -157,10 +154,9 @@ async def metrics(store: Store) -> str:
             full, kind = f"trinity_buffer_{name}", "counter" if name.endswith("_total") else "gauge"
             lines += [f"# HELP {full} {text}\n", f"# TYPE {full} {kind}\n"]
             for _, value, labels in of_name:
-                pairs = ",".join(
-                    f'{key}="{label.translate(escapes)}"' for key, label in labels.items()
-                )
-                lines.append(f"{full}{{{pairs}}} {value}\n" if pairs else f"{full} {value}\n")
+                pairs = [f'{key}="{label.translate(escapes)}"' for key, label in labels.items()]
+                lines.append(f"{full}{{{','.join(pairs)}}}" if pairs else full)
+                lines.append(f" {value}\n")
     return "".join(lines)
 
 
@@ -268,9 +264,8 @@ class _Earlier:
             await self._close(*[other for other in idle if other != key][: 1 - EARLIER])
             async with opened.lock:
                 if opened.source is None:
-                    opened.source = await opened.stack.enter_async_context(
-                        as_of(experiment, position)
-                    )
+                    opening = as_of(experiment, position)
+                    opened.source = await opened.stack.enter_async_context(opening)
                 try:
                     with as_of_position(position):
                         yield opened.source

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import groupby
 from typing import Any
 
 from trinity_buffer.inspector.step_lines import Staleness
@@ -58,24 +59,24 @@ def histogram(values: Sequence[float], bins: int = 12) -> list[Shape]:
         return []
     low, high = min(values), max(values)
     bins = 1 if high == low else bins
-    parts: list[list[float]] = [[] for _ in range(bins)]
-    for value in values:
+
+    def bar_of(value: float) -> int:
         share = 0.0 if high == low else (value - low) / (high - low)
-        # The greatest value itself would fall behind the last bar.
-        parts[min(int(share * bins), bins - 1)].append(value)
-    width, most = (WIDTH - 16) / bins, max(map(len, parts))
+        return min(int(share * bins), bins - 1)  # the greatest value would fall behind the last bar
+
+    bars = {at: list(of_bar) for at, of_bar in groupby(sorted(values), bar_of)}
+    width, most = (WIDTH - 16) / bins, max(map(len, bars.values()))
     return [
         {
             "x": round(8 + at * width, 1),
             "y": round(TOP + (HEIGHT - TOP - BOTTOM) * (1 - len(part) / most), 1),
             "width": round(width - 2, 1),
             "height": round((HEIGHT - TOP - BOTTOM) * len(part) / most, 1),
-            "low": min(part),
-            "high": max(part),
+            "low": part[0],
+            "high": part[-1],
             "count": len(part),
         }
-        for at, part in enumerate(parts)
-        if part
+        for at, part in bars.items()
     ]
 
 

@@ -145,11 +145,9 @@ async def _of_trainer(
     asked: Asked, question: Callable[..., Awaitable[list[T]]], limit: int
 ) -> list[T]:
     """Return the rows of ``question`` for the trainer; none if none was named or exists."""
-    trainer = asked.text("trainer")
+    trainer, after = asked.text("trainer"), asked.whole("after")
     try:
-        return await question(
-            asked.source, trainer=trainer, after=asked.whole("after"), limit=limit
-        )
+        return await question(asked.source, trainer=trainer, after=after, limit=limit)
     except UnknownNameError:
         # A run without a trainer has an empty page, and a wrong name is an error.
         if trainer is not None:
@@ -166,11 +164,10 @@ async def step_page(asked: Asked) -> Page:
         source, trainer=trainer, after=max(0, number - 1 - NEIGHBOURS), limit=2 * NEIGHBOURS + 1
     )
     low, high, start = asked.real("low"), asked.real("high"), asked.whole("from") or 0
+    order = ROW_ORDERS.get(asked.text("sort") or "", ROW_ORDERS["slot"])
     rows = [
         row
-        for row in sorted(
-            contents.rows, key=ROW_ORDERS.get(asked.text("sort") or "", ROW_ORDERS["slot"])
-        )
+        for row in sorted(contents.rows, key=order)
         if low is None or (row.run_reward is not None and row.run_reward >= low)
         if high is None or (row.run_reward is not None and row.run_reward <= high)
     ]
@@ -296,9 +293,8 @@ async def diff_page(asked: Asked) -> Page:
     elif other and source.position is not None:
         raise InvalidArgumentError("two runs are compared as they are now: open the diff there")
     elif other:
-        runs = await inspector.compare_runs(
-            source, now(await asked.store.experiment(other)), limit=STEPS
-        )
+        second_run = now(await asked.store.experiment(other))
+        runs = await inspector.compare_runs(source, second_run, limit=STEPS)
     return "diff.html", {
         "names": [row.name for row in consumers.values() if row.kind == "strategy"],
         "others": others,
@@ -333,14 +329,11 @@ async def overview_page(asked: Asked) -> Page:
 async def groups_page(asked: Asked) -> Page:
     """Return groups, the newest first."""
     batch, before = asked.text("batch"), asked.whole("before", GREATEST)
-    page = await inspector.groups(
-        asked.source,
-        annotation_set=asked.text("set"),
-        batch=batch,
-        limit=PAGE if batch is None else GROUPS_OF_BATCH,
-        before=before,
-    )
     # A batch is shown whole.
+    chosen, limit = asked.text("set"), PAGE if batch is None else GROUPS_OF_BATCH
+    page = await inspector.groups(
+        asked.source, annotation_set=chosen, batch=batch, limit=limit, before=before
+    )
     more = batch is None and len(page) == PAGE
     return "groups.html", {
         "groups": page,
@@ -409,12 +402,9 @@ async def events_page(asked: Asked) -> Page:
     """Return events: the last ones, followed live, or those after a position."""
     experiment, up_to = await asked.store.experiment(asked.name), asked.source.position
     asked_after = asked.whole("after", GREATEST >> 20)
-    after = (
-        await inspector.position_before(experiment, PAGE, up_to=up_to)
-        if asked_after is None
-        else asked_after
-    )
-    lines = []
+    after, lines = asked_after, []
+    if after is None:
+        after = await inspector.position_before(experiment, PAGE, up_to=up_to)
     async for line in inspector.event_lines(experiment, after=after, up_to=up_to):
         lines.append(line)
         if len(lines) == PAGE:

@@ -23,13 +23,8 @@ def templates() -> Environment:
     made = Environment(
         loader=PackageLoader("trinity_buffer.web"), autoescape=True, undefined=StrictUndefined
     )
-    made.filters |= {
-        "number": number,
-        "time": partial(time_of, unknown="–"),
-        "segment": segment,
-        "cut": cut,
-    }
-    made.filters["own_name"] = own_name
+    made.filters |= {"number": number, "segment": segment, "cut": cut, "own_name": own_name}
+    made.filters["time"] = partial(time_of, unknown="–")
     return made
 
 
