@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 from collections import OrderedDict, defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from itertools import pairwise
@@ -625,7 +626,8 @@ async def experiences_of(experiment: ExperimentHandle, manifest: BatchLeased) ->
     by_address = {
         row.address: experience for row, experience in zip(rows, experiences, strict=True)
     }
-    ordered = [by_address[address] for address in manifest.experiences]
+    # Each its own: copies of an experience may have other advantages.
+    ordered = [copy(by_address[address]) for address in manifest.experiences]
 
     computed = await database.read_session(partial(loader.annotations, lease=manifest))
     for name, block in ((name, block) for name, of in computed.items() for block in of.blocks):
