@@ -137,17 +137,19 @@ def test_a_replay_begins_with_the_step_after_its_checkpoint(
     _, reports = train(sqlite_url, tmp_path)
     before, _ = sorted((tmp_path / "trainer").glob("step-*"))
     last = reports[-1].step
-    for first in (1, last - 1, last):
-        settings = TrainerSettings(checkpoints=tmp_path / f"from {first}", learning_rate=0.02)
+    for first, begin in ((1, before), (last - 1, before), (last, None), (last, before)):
+        settings = TrainerSettings(checkpoints=tmp_path / "again", learning_rate=0.02)
         with open_replay_stream(
-            sqlite_url, experiment="run", from_checkpoint=str(before), first=first
+            sqlite_url, experiment="run", from_checkpoint=begin and str(begin), first=first
         ) as stream:
-            if first < last:
-                with pytest.raises(InvalidArgumentError, match=f"is of step {last - 1}.*{last}"):
-                    Trainer(stream, policy(), ALGORITHM(), settings, reference=policy(1))
-                continue
             replayed = Trainer(stream, policy(), ALGORITHM(), settings, reference=policy(1))
             again: list[StepReport] = []
+            if (first, begin) != (last, before):
+                after = 0 if begin is None else last - 1
+                with pytest.raises(InvalidArgumentError, match=rf"after step {after}.* {first}:"):
+                    replayed.run(again.append)
+                assert not again
+                continue
             replayed.run(again.append)
             assert [report.loss for report in again] == [reports[-1].loss]
 

@@ -219,15 +219,9 @@ class Trainer:
         if resume is None or resume.checkpoint is None:
             return begun
         takes, device = self._optimizer is not None, self._stream.device
-        state = load_checkpoint(
+        return load_checkpoint(
             resume.checkpoint, begun, rank=rank, takes_groups=takes, device=device
         )
-        if isinstance(self._stream, ReplayStream) and state.step != resume.step:
-            raise InvalidArgumentError(
-                f"checkpoint {resume.checkpoint} is of step {state.step}, and would be trained on "
-                f"step {resume.step + 1}: open_replay_stream(first={state.step + 1})"
-            )
-        return state
 
     @property
     def policy(self) -> Any:
@@ -284,6 +278,13 @@ class Trainer:
         """Train; return the last step and its numbers if it is still to be committed."""
         last = None
         for step in self._stream:
+            if isinstance(self._stream, ReplayStream) and step.step != self.state.step + 1:
+                wanted = f"that of step {step.step - 1}" if step.step > 1 else "None"
+                raise InvalidArgumentError(
+                    f"the weights are those after step {self.state.step}, and would be trained on "
+                    f"step {step.step}: give open_replay_stream() first={self.state.step + 1}, or "
+                    f"another checkpoint (from_checkpoint=), {wanted}"
+                )
             self._commits.look()
             begin = time.perf_counter()
             meter = None
