@@ -41,7 +41,7 @@ class TokenTable:
             logprob) and ``clipped`` (1: it has an advantage and no gradient); and
             ``policy_version``, where the server told whose each token is.
         annotation_set: whose advantages they are, None where there are none.
-        measured_in: the step that took it last, and its trainer, where that recorded its tokens.
+        measured_in: the last step that recorded its tokens, and the trainer of that.
     """
 
     uid: str
@@ -115,16 +115,15 @@ async def tokens(source: Source, uid: str, *, annotation_set: str | None = None)
 
 
 async def _trained(source: Source, fate: Fate) -> tuple[str | None, dict[str, Numbers | None]]:
-    """Return the last step that took it or a copy, and its measures of each token, if recorded."""
+    """Return the last step that recorded measures of each token of it or a copy, and these."""
     held = [(step, address) for address, steps in fate.annotations.items() for step in steps]
-    own = [of for of in held if of[0].committed and not of[0].experiment]
-    if not own:
-        return None, {}
-    step, address = max(own, key=lambda of: of[0].step or 0)
-    measures = await experience.measured_in(source, step, tokens=True)
-    columns = {} if measures is None else measures.of_tokens(address)
-    where = f"step {step.step} of {step.trainer}" if columns else None
-    return where, {"trained_logprob" if n == "logprob" else n: v for n, v in columns.items()}
+    for step, address in sorted(held, key=lambda of: of[0].step or 0, reverse=True):
+        measures = await experience.measured_in(source, step, tokens=True)
+        columns = {} if measures is None else measures.of_tokens(address)
+        named = {"trained_logprob" if n == "logprob" else n: v for n, v in columns.items()}
+        if named:
+            return f"step {step.step} of {step.trainer}", {**named}
+    return None, {}
 
 
 def _compared(columns: Mapping[str, Numbers | None], mask: Numbers) -> dict[str, Numbers | None]:
