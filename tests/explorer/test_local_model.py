@@ -6,6 +6,7 @@ import json
 import math
 import shutil
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 from tokenizers.processors import TemplateProcessing
-from transformers import GenerationConfig
+from transformers import GenerationConfig, GPT2Config, GPT2LMHeadModel
 
 from tests.explorer.vllm_dialect import VLLM, served
 from trinity_buffer.demo.tiny_model import make_tiny_model
@@ -150,15 +151,47 @@ async def test_pictures_are_refused(tiny: Path) -> None:
         await model.chat([{"role": "user", "content": [text, picture]}])
 
 
-@pytest.mark.parametrize(
-    ("prompt", "wrong"), [("", "nothing"), ([5, 1000], "1000"), ([5, -1], "-1")]
-)
+@pytest.mark.parametrize(("prompt", "wrong"), [([5, 1000], "1000"), ([5, -1], "-1")])
 async def test_a_prompt_of_other_tokens_than_the_models_is_refused(
-    prompt: str | list[int], wrong: str, tiny: Path
+    prompt: list[int], wrong: str, tiny: Path
 ) -> None:
     model = LocalModel(tiny)
     with pytest.raises(InvalidArgumentError, match=f"holds {wrong}: .* 0 to 260.*own tokenizer"):
         await model.complete(prompt)
+
+
+@pytest.mark.parametrize("messages", ["hi", ["hi"], {"role": "user", "content": "hi"}])
+async def test_what_is_no_prompt_is_refused(messages: Any, tiny: Path) -> None:
+    model = LocalModel(tiny)
+    with pytest.raises(InvalidArgumentError, match=r"prompt must hold a token, .* bos_token"):
+        await model.complete("")
+    with pytest.raises(InvalidArgumentError, match="begins with a list of messages, such as"):
+        await model.chat(messages)
+    async with OpenAIModel("http://127.0.0.1:9", model="m") as served_model:
+        with pytest.raises(InvalidArgumentError, match="begins with a list of messages, such as"):
+            await served_model.chat(messages)
+
+
+class Letters:
+    """A tokenizer that is none of transformers."""
+
+    eos_token_id = None
+
+    def encode(self, text: str) -> list[int]:
+        return [ord(letter) % 32 for letter in text]
+
+    def decode(self, ids: Sequence[int], **_: Any) -> str:
+        return " ".join(map(str, ids))
+
+
+async def test_positions_that_a_model_lacks_are_named() -> None:
+    """A tokenizer of another kind begins texts as it does."""
+    sizes = {"n_embd": 8, "n_layer": 1, "n_head": 1, "bos_token_id": None, "eos_token_id": None}
+    gpt2 = GPT2LMHeadModel(GPT2Config(vocab_size=32, n_positions=8, **sizes))
+    model = LocalModel(gpt2, Letters(), max_tokens=4)
+    assert (await model.complete("abcd")).prompt_ids == [1, 2, 3, 4]
+    with pytest.raises(InvalidArgumentError, match="no position 8: give it shorter prompts"):
+        await model.complete("abcdef")
 
 
 @pytest.mark.parametrize("temperature", [-1.0, 0.001, math.inf])

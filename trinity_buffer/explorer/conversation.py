@@ -26,6 +26,16 @@ from trinity_buffer.sampling import MODE, SEGMENTS
 _LOG = logging.getLogger(__name__)
 
 
+def require_messages(messages: Any) -> Any:
+    """Return ``messages``, or raise InvalidArgumentError if they are none."""
+    if isinstance(messages, str | Mapping) or not all(isinstance(m, Mapping) for m in messages):
+        raise InvalidArgumentError(
+            f"messages={messages!r:.100}: a conversation begins with a list of messages, such as "
+            "[{'role': 'user', 'content': '2 + 2?'}]"
+        )
+    return messages
+
+
 TEXT_PARTS = {
     **dict.fromkeys(("text", "input_text", "output_text"), "text"),
     "refusal": "refusal",
@@ -38,8 +48,10 @@ def as_texts(messages: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Return messages, the content parts of each joined into one text.
 
     Raises:
-        InvalidArgumentError: a part is a picture, a sound or the like, which tokens do not hold.
+        InvalidArgumentError: they are no messages, or a part is a picture, a sound or the like,
+            which tokens do not hold.
     """
+    messages = require_messages(messages)
     return [
         {**message, "content": "\n".join(_text_of(part, number) for part in message["content"])}
         if isinstance(message.get("content"), list)
@@ -173,12 +185,7 @@ class Conversation:
         self.tools = [dict(tool) for tool in tools]
         self.turns: list[Completion] = []
         self._open_calls: list[str] = []
-        if not all(isinstance(message, Mapping) for message in messages):
-            raise InvalidArgumentError(
-                f"messages={messages!r:.100}: a conversation begins with a list of messages, such "
-                "as [{'role': 'user', 'content': '2 + 2?'}]"
-            )
-        for message in messages:
+        for message in require_messages(messages):
             self.heard(message)
 
     def heard(self, message: Mapping[str, Any]) -> None:

@@ -71,6 +71,8 @@ class LocalModel:
             )
         for name, value in (("max_tokens", max_tokens), ("max_rows", max_rows)):
             _require_count(name, value)
+        if isinstance(tokenizer, str | Path):
+            tokenizer = load_tokenizer(tokenizer)
         if isinstance(model, str | Path):
             tokenizer = load_tokenizer(model) if tokenizer is None else tokenizer
             model = load_causal_lm(model)
@@ -132,11 +134,10 @@ class LocalModel:
         ids = prompt_ids(self.tokenizer, prompt) if isinstance(prompt, str) else list(prompt)
         embeddings = getattr(self.model, "get_input_embeddings", lambda: None)()
         size = getattr(embeddings, "num_embeddings", math.inf)
-        unknown = (token for token in ids if not 0 <= token < size)
-        wrong = next(unknown, None if ids else "nothing")
-        if wrong is not None:  # on a GPU this would end the process
-            raise InvalidArgumentError(
-                f"the prompt holds {wrong}: it must hold tokens of the model, 0 to {size - 1}. "
+        require(bool(ids), "prompt", prompt, "hold a token, such as the tokenizer's bos_token")
+        for token in (token for token in ids if not 0 <= token < size):
+            raise InvalidArgumentError(  # on a GPU it would end the process
+                f"the prompt holds {token}: it must hold tokens of the model, 0 to {size - 1}. "
                 "Give the model its own tokenizer, or call its resize_token_embeddings first"
             )
         most = self._max_tokens if max_tokens is None else max_tokens
@@ -173,14 +174,20 @@ class LocalModel:
         made: list[tuple[list[int], list[float]]] = [([], []) for _ in batch]
         unfinished = set(range(len(batch)))
         while unfinished:
-            out = self.model(
-                input_ids=ids,
-                attention_mask=mask,
-                position_ids=positions,
-                past_key_values=cache,
-                use_cache=True,
-                logits_to_keep=1,
-            )
+            try:
+                out = self.model(
+                    input_ids=ids,
+                    attention_mask=mask,
+                    position_ids=positions,
+                    past_key_values=cache,
+                    use_cache=True,
+                    logits_to_keep=1,
+                )
+            except IndexError as error:  # of a table of positions, as GPT-2 has one
+                raise InvalidArgumentError(
+                    f"the model has no position {int(positions.max())}: give it shorter prompts, "
+                    "or a smaller max_tokens"
+                ) from error
             cache = out.past_key_values
             drawn, scores = self._drawn(out.logits[:, -1].float())
             pairs = list(zip(drawn.tolist(), scores.tolist(), strict=True))
@@ -247,7 +254,10 @@ def prompt_ids(tokenizer: Any, text: str) -> list[int]:
 
     They are not there twice where the text begins with them, and what ends texts is left out.
     """
-    ids, letter = (list(tokenizer.encode(t, add_special_tokens=False)) for t in (text, "a"))
+    try:
+        ids, letter = (list(tokenizer.encode(t, add_special_tokens=False)) for t in (text, "a"))
+    except TypeError:  # no tokenizer of transformers
+        return list(tokenizer.encode(text))
     whole = list(tokenizer.encode("a"))
     at = next((n for n in range(len(whole)) if whole[n : n + len(letter)] == letter), 0)
     return ids if ids[:at] == whole[:at] else whole[:at] + ids
