@@ -131,6 +131,15 @@ async def test_an_impossible_plan_is_refused(
         assert await contents(store_url) == before
 
 
+async def test_a_batch_without_a_name_is_sealed(store_url: str) -> None:
+    """An EID that names none is of it."""
+    async with opened(store_url) as experiment:
+        writer = experiment.writer("e0")
+        await writer.write(group("", runs=2))
+        await writer.seal("", 2)
+        assert (await run_strategy(experiment, "grpo")).annotated == 2
+
+
 @pytest.mark.parametrize(("batch", "expected"), [("b", -1), ("b", 1.5), ("a/b", 0), (None, 0)])
 async def test_an_impossible_seal_is_refused(store_url: str, batch: Any, expected: Any) -> None:
     async with opened(store_url) as experiment:

@@ -26,7 +26,7 @@ import trinity_buffer as tb
 from tests.integrations.conftest import WORDS
 from tests.raw_store import dbapi2
 from trinity_buffer.cli.main import app
-from trinity_buffer.errors import InvalidArgumentError
+from trinity_buffer.errors import ConflictingExperienceError, InvalidArgumentError
 from trinity_buffer.integrations.imports import formats
 from trinity_buffer.integrations.imports.formats import (
     FORMATS,
@@ -181,6 +181,17 @@ def test_an_answer_in_a_dump_of_verl_has_no_end_that_may_not_have_been_said(
     assert [words(one.tokens) for one in _read(sqlite_url)] == ["one two three", "one two <e>"]
     (said,) = caplog.messages
     assert said.startswith(f"{path}: verl leaves special tokens out of its dumps")
+
+
+def test_an_import_that_an_older_version_made_otherwise_goes_into_another_experiment(
+    sqlite_url: str, tmp_path: Path, tokenizer: Path
+) -> None:
+    row = {"input": "one two", "score": 1.0, "step": 1}
+    path = rows_of(tmp_path / "1.jsonl", [{**row, "output": "three <e>"}])
+    imported(sqlite_url, "verl", path, tokenizer)
+    rows_of(path, [{**row, "output": "three"}])
+    with pytest.raises(ConflictingExperienceError, match=r"1\.jsonl.* version .*--experiment NAME"):
+        imported(sqlite_url, "verl", path, tokenizer)
 
 
 @pytest.mark.parametrize("named", [True, False], ids=["named", "by their input"])

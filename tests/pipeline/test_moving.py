@@ -23,6 +23,7 @@ from tests.handles import MicroBatch
 from tests.pipeline.test_late_columns import require_equal
 from tests.pipeline.test_rows_to_batches import written
 from trinity_buffer import open_train_stream
+from trinity_buffer.errors import InvalidArgumentError
 from trinity_buffer.options import Layout
 from trinity_buffer.pipeline.load.columns import Array
 from trinity_buffer.pipeline.train import microbatch
@@ -306,3 +307,12 @@ def test_a_gpu_copies_beside_its_computing(monkeypatch: pytest.MonkeyPatch) -> N
     assert isinstance(microbatch.transfers_of(torch.device("cuda:1")), microbatch.CudaTransfers)
     assert made == [torch.device("cuda:1")]
     assert microbatch.transfers_of(torch.device("mps")) is None
+
+
+@pytest.mark.parametrize("kind", ["cuda", "mps", "xpu"])
+def test_a_device_that_torch_does_not_see_is_refused(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(f"torch.{kind}.device_count", lambda: 0)
+    with pytest.raises(InvalidArgumentError, match=r"sees no such GPU .* device='cpu'"):
+        Mover(kind)

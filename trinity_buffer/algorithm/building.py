@@ -42,8 +42,8 @@ def require_recorded(batch: Mapping[str, Any], user: Any, reads: Collection[str]
         raise InvalidArgumentError(
             f"{type(user).__name__} reads {recorded[0]!r} of every row, and none was recorded with "
             f"{uid} (logprob_mask tells which rows have one): go on without it (drop=[{uid!r}]) "
-            "and ask the stream for needs=('logprobs',), which rejects those of the steps to come, "
-            "or recompute_old_logprob=True"
+            "and ask the stream for needs=('logprobs',), which rejects those of the steps to come"
+            + (", or recompute_old_logprob=True" if recorded[0] == "old_logprob" else "")
         )
 
 
@@ -416,7 +416,8 @@ def _refuse_idle(kind: type[AlgorithmType], part: str, args: Mapping[str, Any]) 
         if value:  # a coefficient of 0 says what is so anyway
             raise InvalidArgumentError(
                 f"{part}_args: {name}={value!r} has no effect, since algorithm {kind.name()!r} has "
-                f"no {part} here: name one ({part}=NAME), or leave {part}_args out"
+                f"no {part} here: name one ({part}=NAME), or leave {part}_args out (of a run that "
+                f"has recorded it, by --set 'algorithm_args.{part}_args={{}}' of explore or train)"
             )
 
 

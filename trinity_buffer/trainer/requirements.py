@@ -147,7 +147,7 @@ def unread_models(
     if reference is not None and not algorithm.needs_reference:
         yield (
             f"reference={reference!r}: algorithm {algorithm.name!r} measures no divergence: "
-            "choose a kl_loss_fn whose kl_coef is not 0, or leave reference out"
+            "choose a kl_loss_fn whose kl_coef is not 0, or leave it out (null)"
         )
     if teacher is not None and "teacher_logprob" not in algorithm.reads:
         yield (

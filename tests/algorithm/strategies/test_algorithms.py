@@ -270,7 +270,10 @@ def test_data_of_another_schema_are_refused_with_what_would_fit() -> None:
         ({"kl_loss_fn": "none", "kl_loss_fn_args": {"kl_coef": 0.1}}, "kl_coef=0.1 has no effect"),
         ({"kl_penalty_fn_args": {"kl_coef": 0.1}}, "no kl_penalty_fn here: name one"),
         ({"entropy_loss_fn": None, "entropy_loss_fn_args": {"entropy_coef": 0.1}}, "no effect"),
-        ({"advantage_fn_args": {"lam": 0.5}}, "leave advantage_fn_args out"),
+        (
+            {"advantage_fn_args": {"lam": 0.5}},
+            r"leave advantage_fn_args out .* --set 'algorithm_args.advantage_fn_args=\{\}'",
+        ),
         ({"sample_strategy": "mix", "sample_strategy_args": {"ratio": 1}}, "expert_data_ratio"),
     ],
 )

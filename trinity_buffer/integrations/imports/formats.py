@@ -618,4 +618,7 @@ async def _stored(writer: BufferWriter, page: Sequence[tuple[Experience, str]]) 
         return await writer.write([experience for experience, _ in page])
     except errors.ConflictingExperienceError as error:
         places = [where for experience, where in page if experience.eid.uid == error.uid]
-        raise errors.ConflictingExperienceError(f"{' and '.join(places)}: {error}") from error
+        raise errors.ConflictingExperienceError(
+            f"{' and '.join(places)}: {error}. If the file is the same, another version or another "
+            "tokenizer imported it: import it into a new experiment (--experiment NAME)"
+        ) from error

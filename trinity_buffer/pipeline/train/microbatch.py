@@ -335,7 +335,8 @@ class Mover:
                 f"device={device!r}: torch knows no such device; give cpu, cuda, or one GPU, such "
                 "as cuda:1"
             ) from error
-        if named.type == "cuda" and (named.index or 0) >= torch.cuda.device_count():
+        count = getattr(getattr(torch, named.type, None), "device_count", lambda: sys.maxsize)
+        if named.type != "cpu" and (named.index or 0) >= count():
             raise InvalidArgumentError(
                 f"device={device!r}: torch {torch.__version__} sees no such GPU on this machine; "
                 "give device='cpu', or run it where there is one"
