@@ -153,8 +153,7 @@ def read_archive(path: str, keys: Sequence[bytes], families: Sequence[str]) -> S
             "reading that needs pyarrow: pip install 'trinity-buffer[parquet]'"
         ) from error
     try:
-        schema = parquet.read_schema(path)
-        read = _read_parts if "part" in schema.names else _read_columns
+        read = _read_parts if "part" in parquet.read_schema(path).names else _read_columns
         held, parts = read(parquet, path, keys, families)
     except (OSError, KeyError, ValueError, pyarrow.ArrowException) as error:
         raise StoreError(

@@ -10,9 +10,10 @@ from typing import Any, TypeVar
 from trinity_buffer.codec.objects import decode_body, decode_fact
 from trinity_buffer.errors import CodecError, InvalidArgumentError
 from trinity_buffer.events import Fact
-from trinity_buffer.store import writer_queries
+from trinity_buffer.store import log, writer_queries
 from trinity_buffer.store.connection import Database
 from trinity_buffer.store.log import StoredEvent
+from trinity_buffer.store.transaction import Transaction
 
 
 class ExperimentHandle:
@@ -93,6 +94,20 @@ def fact_at(experiment: str, stored: StoredEvent, kind: type[T]) -> T:
         place = f"experiment {experiment!r}, the event at position {stored.position}"
         raise CodecError(f"{place}: it is a {stored.kind}, not a {kind.__name__}: run `verify`")
     return fact
+
+
+def stored_at(
+    tx: Transaction, key: int, experiment: str, positions: Iterable[int]
+) -> dict[int, StoredEvent]:
+    """Return position -> event, of events that have to be there.
+
+    Raises:
+        CodecError: one is not.
+    """
+    wanted = sorted(set(positions))
+    stored = {event.position: event for event in log.read_at(tx, key, wanted)}
+    require_positions(experiment, wanted, stored)
+    return stored
 
 
 def require_positions(experiment: str, wanted: Iterable[int], there: Container[int]) -> None:

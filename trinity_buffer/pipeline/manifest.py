@@ -20,8 +20,7 @@ from msgspec.structs import replace
 from trinity_buffer.errors import CodecError
 from trinity_buffer.events import BatchLeased, StepDealt
 from trinity_buffer.options import Layout
-from trinity_buffer.pipeline.handle import ExperimentHandle, decoded, fact_at, require_positions
-from trinity_buffer.store import log
+from trinity_buffer.pipeline.handle import ExperimentHandle, decoded, fact_at, stored_at
 from trinity_buffer.store.rows import StepRow
 from trinity_buffer.store.transaction import ReadSession, Transaction
 
@@ -88,20 +87,14 @@ def repartitioned(
     lease: BatchLeased, order: Sequence[int], microbatches: Sequence[Sequence[int]]
 ) -> BatchLeased:
     """Return a manifest of only the rows ``order``, in that order and these micro-batches."""
-    columns = (lease.annotations, lease.experiences, lease.groups, lease.source)
-    annotations, experiences, groups, source = (
-        [column[place] for place in order] if column else [] for column in columns
-    )
-    changed = replace(
-        lease,
-        annotations=annotations,
-        experiences=experiences,
-        groups=groups,
-        num_groups=len(set(groups)),
-        source=source,
-        microbatches=[[*plan] for plan in microbatches],
-    )
+    columns = {name: getattr(lease, name) for name in _COLUMNS}
+    changes = {name: [of[place] for place in order] if of else [] for name, of in columns.items()}
+    plans, num_groups = [[*plan] for plan in microbatches], len(set(changes["groups"]))
+    changed = replace(lease, **changes, num_groups=num_groups, microbatches=plans)
     return replace(changed, digest=manifest_digest(changed))
+
+
+_COLUMNS = ("annotations", "experiences", "groups", "source")
 
 
 class LeasedStep(NamedTuple):
@@ -129,26 +122,20 @@ def leased_steps(
     Raises:
         CodecError: an event is missing, its body is damaged, or it is not the lease of a step.
     """
-    stored = {event.position: event for event in log.read_at(tx, key, positions)}
-    require_positions(experiment, positions, stored)
+    stored = stored_at(tx, key, experiment, positions)
     facts = {at: decoded(experiment, event).fact for at, event in stored.items()}
     # A `StepDealt` holds only the order; the rows are in the lease that it refers to.
     first_at = {at: fact.leased_at for at, fact in facts.items() if isinstance(fact, StepDealt)}
-    first = {
-        event.position: fact_at(experiment, event, BatchLeased)
-        for event in log.read_at(tx, key, sorted(set(first_at.values())))
-    }
-    require_positions(experiment, first_at.values(), first)
+    first = stored | stored_at(tx, key, experiment, first_at.values())
     steps = {}
     for at, fact in facts.items():
+        leased_at = first_at.get(at, at)
+        lease = manifest = fact_at(experiment, first[leased_at], BatchLeased)
+        order: Sequence[int] = range(len(lease.groups))
         if isinstance(fact, StepDealt):
-            lease = first[fact.leased_at]
-            manifest = repartitioned(lease, fact.order, plans_of(fact))
+            order, manifest = fact.order, repartitioned(lease, fact.order, plans_of(fact))
             manifest = replace(manifest, token=fact.token, digest=fact.digest)
-            steps[at] = LeasedStep(fact.leased_at, lease, fact.order, manifest, stored[at].head)
-        else:
-            lease = fact_at(experiment, stored[at], BatchLeased)
-            steps[at] = LeasedStep(at, lease, range(len(lease.groups)), lease, stored[at].head)
+        steps[at] = LeasedStep(leased_at, lease, order, manifest, stored[at].head)
     return steps
 
 
@@ -158,11 +145,10 @@ def leased_step(s: ReadSession, experiment: ExperimentHandle, row: StepRow) -> L
     Raises:
         CodecError: the body of its event is damaged.
     """
-    steps = s.read(leased_steps, experiment.key, experiment.name, [row.leased_at])
-    step = steps[row.leased_at]
+    at = row.leased_at
+    step = s.read(leased_steps, experiment.key, experiment.name, [at])[at]
     # What weights go through is named by its content, not by what the log says of it.
-    manifest = replace(step.manifest, digest=manifest_digest(step.manifest))
-    return step._replace(manifest=manifest)
+    return step._replace(manifest=replace(step.manifest, digest=manifest_digest(step.manifest)))
 
 
 def plan_microbatches(
@@ -203,7 +189,7 @@ def plan_microbatches(
     most = max(1, *map(len, per_rank))  # 1: a step that lost all its rows
     plans = []
     for rank, chunks in enumerate(per_rank):
-        for chunk in _split_to(chunks, most) if len(chunks) < most else chunks:
+        for chunk in _split_to(chunks, most):
             start, order = len(order), order + chunk
             sizes = [lengths[row] for row in chunk]
             # Models mostly accept no rows, but hardly any accepts no columns.

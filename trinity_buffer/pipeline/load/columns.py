@@ -403,16 +403,15 @@ class RowLoader:
             for kind, places in (("usual", ~recorded & ~expert), ("expert", expert)):
                 if places.any():
                     unrecorded[kind] = self.uids(s, lease, [int(places.argmax())])[0]
-        for place, spans in enumerate(facts.sampling):
+        for place in np.flatnonzero(facts.sampling).tolist():
+            options = [option for *_, option in facts.sampling[place] if option is not None]
             # An expert's rows were not sampled from the policy, so their options do not matter.
-            if spans and not unscorable and not expert[place]:
-                options = [option for *_, option in spans if option is not None]
-                if options:
-                    unscorable[self.uids(s, lease, [place])[0]] = options[0]
+            if options and not unscorable and not expert[place]:
+                unscorable[self.uids(s, lease, [place])[0]] = options[0]
         rewarded, unrewarded = expert | _rewarded(lease, facts, fields), None
         if not rewarded.all():
-            one = int(rewarded.argmin())
-            unrewarded = self.uids(s, lease, [one])[0] if rewarded.any() else ""
+            first = int(rewarded.argmin())
+            unrewarded = self.uids(s, lease, [first])[0] if rewarded.any() else ""
         return LoadedRows(facts, expert, fields, modal, unrecorded, unscorable, unrewarded)
 
     def annotations(self, s: ReadSession, lease: BatchLeased) -> Mapping[str, Field]:
@@ -497,8 +496,7 @@ class RowLoader:
             return self.events
         name = lease.sources[source - 1]
         if name not in self.others:
-            key = s.read(log.find_experiment, name)
-            if key is None:
+            if (key := s.read(log.find_experiment, name)) is None:
                 raise errors.UnknownExperimentError(
                     f"a step trains on rows of experiment {name!r}, which is not in this store"
                 )
@@ -527,10 +525,7 @@ class RowLoader:
         return ranges
 
     def _gathered(
-        self,
-        own: Sequence[SlotRange],
-        computed: Sequence[SlotRange],
-        number: int,
+        self, own: Sequence[SlotRange], computed: Sequence[SlotRange], number: int
     ) -> tuple[defaultdict[str, Field], list[Mapping[str, Tensor]]]:
         """Return the fields of ``number`` rows, and other tensors of each.
 

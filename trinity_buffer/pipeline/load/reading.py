@@ -6,7 +6,6 @@ costs less than a query per row. No torch: the inspector reads with it too.
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import pairwise
 from statistics import fmean
@@ -15,21 +14,15 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from trinity_buffer import errors
 from trinity_buffer.codec.blob import Buffer
 from trinity_buffer.codec.segments import decode_segment
-from trinity_buffer.errors import (
-    ArchivedSegmentError,
-    CodecError,
-    DamagedSegmentError,
-    InvalidArgumentError,
-    StoreError,
-)
 from trinity_buffer.events import WithSegment, kind_of
 from trinity_buffer.identity import FAMILIES
 from trinity_buffer.limits import sizes
 from trinity_buffer.pipeline.archive import read_archive
-from trinity_buffer.pipeline.handle import decoded
-from trinity_buffer.store import log, segments
+from trinity_buffer.pipeline.handle import decoded, stored_at
+from trinity_buffer.store import segments
 from trinity_buffer.store.transaction import ReadSession, SegmentParts
 
 
@@ -65,7 +58,7 @@ def require_families(whose: str, families: Iterable[str]) -> None:
     """
     for family in families:
         if family not in FAMILIES:
-            raise InvalidArgumentError(
+            raise errors.InvalidArgumentError(
                 f"{whose} has families={family!r}: accepted are {', '.join(FAMILIES)}"
             )
 
@@ -90,7 +83,7 @@ def read_segments(s: ReadSession, keys: Iterable[bytes], families: Sequence[str]
             if uri is not None:
                 stored.parts.update(read_archive(uri, lacking, families))
                 continue
-        except StoreError as error:
+        except errors.StoreError as error:
             why = (
                 f"the tensors were archived to {uri} by the event at position {position} "
                 f"(SegmentsArchived), and {error}"
@@ -126,11 +119,11 @@ def read_blobs(
     """
     stored = read_segments(s, wanted, families)
     for key, absence in stored.absent.items():
-        raise ArchivedSegmentError(f"segment {key.hex()}: {absence.why}")
+        raise errors.ArchivedSegmentError(f"segment {key.hex()}: {absence.why}")
     blobs = blobs_of(stored.parts)
     for key, of_key in wanted.items():
         if key not in blobs or not blobs[key].keys() >= set(of_key):
-            raise DamagedSegmentError(f"segment {key.hex()} is missing: run `verify`")
+            raise errors.DamagedSegmentError(f"segment {key.hex()} is missing: run `verify`")
     return blobs
 
 
@@ -161,7 +154,7 @@ def _whole(key: bytes, parts: SegmentParts, families: Collection[str]) -> bool:
         blobs = blobs_of(parts).get(key, {})
         for blob in blobs.values():
             decode_segment(blob)
-    except (CodecError, DamagedSegmentError):
+    except (errors.CodecError, errors.DamagedSegmentError):
         return False
     return bool(blobs) and blobs.keys() >= set(families)
 
@@ -238,7 +231,7 @@ class EventCache:
     def __init__(self, experiment: int, name: str) -> None:
         self.experiment = experiment
         self.name = name
-        self._known: OrderedDict[int, WithSegment] = OrderedDict()
+        self._known: dict[int, WithSegment] = {}
         self._num_rows = 0
 
     def events(self, s: ReadSession, positions: Collection[int]) -> Mapping[int, WithSegment]:
@@ -247,39 +240,25 @@ class EventCache:
         Ask for everything that is used together in one call: it may evict all other events.
 
         Raises:
-            CodecError: no event, an unreadable one, or one without rows.
+            errors.CodecError: no event, an unreadable one, or one without rows.
         """
-        unknown = sorted(set(positions) - self._known.keys())
-        if unknown:
-            stored = s.read(log.read_at, self.experiment, unknown)
-            if len(stored) < len(unknown):
-                gone = sorted(set(unknown) - {event.position for event in stored})
-                raise CodecError(
-                    f"experiment {self.name!r}: the log has no event at position {gone[0]}: "
-                    "run `verify`"
-                )
-            facts = {event.position: decoded(self.name, event).fact for event in stored}
-            for position, fact in facts.items():
+        events = {at: self._known[at] for at in positions if at in self._known}
+        if unknown := set(positions) - events.keys():
+            for at, stored in s.read(stored_at, self.experiment, self.name, unknown).items():
+                fact = decoded(self.name, stored).fact
                 if not isinstance(fact, WithSegment):
-                    raise CodecError(
-                        f"experiment {self.name!r}, the event at position {position}: it is a "
+                    raise errors.CodecError(
+                        f"experiment {self.name!r}, the event at position {at}: it is a "
                         f"{kind_of(fact)}, which has no rows: run `verify`"
                     )
-                self._known[position] = fact
-                self._num_rows += fact.rows
-        for position in positions:
-            self._known.move_to_end(position)
-        events = {position: self._known[position] for position in positions}
-        self._shrink(len(positions))
+                events[at] = fact
+        self.keep(events)
         return events
 
     def keep(self, events: Mapping[int, WithSegment]) -> None:
-        """Add events that were read elsewhere to the cache."""
-        for at in events.keys() - self._known.keys():
-            self._known[at] = events[at]
-            self._num_rows += events[at].rows
-        self._shrink(0)
-
-    def _shrink(self, least: int) -> None:
-        while self._num_rows > sizes.rows_kept and len(self._known) > least:
-            self._num_rows -= self._known.popitem(last=False)[1].rows
+        """Keep these events; all others go when they have too many rows together."""
+        self._num_rows += sum(events[at].rows for at in events.keys() - self._known.keys())
+        self._known |= events
+        if self._num_rows > sizes.rows_kept:
+            self._known = {**events}
+            self._num_rows = sum(event.rows for event in events.values())
