@@ -538,8 +538,8 @@ FAULTS = [
     Fault(
         "rows that leave a step are rejected nowhere",
         "pipeline/train/sampler.py",
-        "self._lease.append(tx, [*mine, *also])",
-        "self._lease.append(tx, also or mine)",
+        "rejected.setdefault(own.key, []).extend(also)",
+        "rejected[own.key] = [*also]",
         "tests/trainer/test_damaged_steps.py::test_rows_of_a_leased_step_are_dropped_and_the_rest_is_trained",
     ),
     Fault(

@@ -114,11 +114,7 @@ def collate_step(
     total, expert = (_totals(rows, per_row["group_index"], of) for of in (slice(None), rows.expert))
     usual = _totals(rows, per_row["group_index"], ~rows.expert) if expert.sequences else total
     layout = BatchLayout(
-        total=total,
-        usual=usual,
-        expert=expert,
-        normalizer=lease.normalizer,
-        world_size=world,
+        total=total, usual=usual, expert=expert, normalizer=lease.normalizer, world_size=world
     )
     for part in places.parts:
         tensors = _tensors(flat, per_row, places, part, mover)
@@ -528,8 +524,7 @@ class LazyColumns:
                 (sources, factors), made = inputs, {}
                 for own, source in sources.items():
                     size = source.places.size * np.dtype(source.dtype).itemsize
-                    large = size > sizes.bytes_read_at_once
-                    memory = mapped(size) if large else bytearray(size)
+                    memory = mapped(size) if size > sizes.bytes_read_at_once else bytearray(size)
                     made[own] = np.frombuffer(memory, source.dtype)
                 _fill(made, sources, factors())
                 self._made = made

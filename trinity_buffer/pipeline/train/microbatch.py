@@ -8,7 +8,7 @@ one reusable piece of memory; the others follow when first read.
 from __future__ import annotations
 
 import sys
-from collections import deque
+from collections import UserDict, deque
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass, field
 from functools import cache, cached_property, partial
@@ -50,42 +50,22 @@ class Lazy:
         return self._made[0]
 
 
-@dataclass(slots=True, eq=False, repr=False)
-class LazyTensors(MutableMapping[str, Any]):
-    """Tensors by name, some of which are made when they are first read.
+class LazyTensors(UserDict[str, Any]):
+    """Tensors by name, some of which are made when they are first read: not by ``in`` or ``len``.
 
-    Attributes:
+    Args:
         held: tensors, lazy values and other values.
     """
 
-    held: dict[str, Any]
+    def __init__(self, held: dict[str, Any]) -> None:
+        self.data = held
 
     @override
     def __getitem__(self, name: str) -> Any:
-        value = self.held[name]
+        value = self.data[name]
         if isinstance(value, Lazy):
-            value = self.held[name] = value.value
+            value = self.data[name] = value.value
         return value
-
-    @override
-    def __setitem__(self, name: str, value: Any) -> None:
-        self.held[name] = value
-
-    @override
-    def __delitem__(self, name: str) -> None:
-        del self.held[name]
-
-    @override
-    def __contains__(self, name: object) -> bool:
-        return name in self.held  # without making it
-
-    @override
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.held)
-
-    @override
-    def __len__(self) -> int:
-        return len(self.held)
 
     @override
     def __reduce__(self) -> tuple[Any, ...]:
@@ -248,8 +228,7 @@ class StepMemory:
     def take(self, size: int) -> Array:
         """Return ``size`` uninitialized bytes."""
         for piece in self._pieces:
-            fits = size <= len(piece) <= 4 * size
-            if fits and sys.getrefcount(piece) <= _OUR_REFERENCES:
+            if size <= len(piece) <= 4 * size and sys.getrefcount(piece) <= _OUR_REFERENCES:
                 return piece[:size]
         new = self._allocate(size + size // 8)  # slack: sizes of steps differ a little
         self._pieces.append(new)

@@ -365,7 +365,6 @@ async def wait_for_set(
     """
 
     async def tell() -> str:
-        lacking = await _lacking_set(experiment, options.strategy)
         return f"trainer {options.consumer!r} waits: {lacking}"
 
     wait = ReportedWait(experiment.database, experiment.key, tell, presence)

@@ -16,16 +16,9 @@ from typing import Any
 import anyio
 import torch.distributed
 
+from trinity_buffer import events
 from trinity_buffer.codec.objects import new_event
 from trinity_buffer.errors import InvalidArgumentError, LeaseLostError
-from trinity_buffer.events import (
-    RankJoined,
-    RanksAssembled,
-    StepPartDone,
-    StreamEnded,
-    kinds_of,
-)
-from trinity_buffer.limits import sizes
 from trinity_buffer.pipeline.coordination import waiting
 from trinity_buffer.pipeline.coordination.lease import LeaseWatch, TrainerLease
 from trinity_buffer.pipeline.handle import ExperimentHandle, decoded
@@ -37,7 +30,7 @@ from trinity_buffer.store.leases import describe_owner
 from trinity_buffer.store.log import StoredEvent
 from trinity_buffer.store.transaction import Transaction
 
-OfRanks = RankJoined | RanksAssembled | StepPartDone | StreamEnded
+OfRanks = events.RankJoined | events.RanksAssembled | events.StepPartDone | events.StreamEnded
 """Events by which the ranks communicate."""
 
 
@@ -120,11 +113,9 @@ class RankSession:
             if lease.lost is not None:
                 raise lease.lost
         self.wait.over()
-        assembled = RanksAssembled(
-            consumer=self._name,
-            token=lease.token,
-            committed_step=committed,
-            joins=[self._joins[rank] for rank in sorted(others)],
+        joins = [self._joins[rank] for rank in sorted(others)]
+        assembled = events.RanksAssembled(
+            consumer=self._name, token=lease.token, committed_step=committed, joins=joins
         )
         self._position = await self._append(assembled, token=lease.token)
         self.committed = committed
@@ -199,7 +190,7 @@ class RankSession:
         """Tell the other ranks that there are no steps after ``last_step``."""
         if self._world > 1:
             await self._append(
-                StreamEnded(consumer=self._name, assembly=self._position, step=last_step)
+                events.StreamEnded(consumer=self._name, assembly=self._position, step=last_step)
             )
 
     # -- the other ranks
@@ -236,7 +227,7 @@ class RankSession:
             LeaseLostError: the ranks assembled anew without this one.
         """
         await self._read()
-        done = StepPartDone(
+        done = events.StepPartDone(
             consumer=self._name, assembly=self._position, rank=self._rank, step=step, rows=rows
         )
         await self._append(done)
@@ -268,18 +259,17 @@ class RankSession:
     async def _join(self) -> None:
         if self._presence is not None:
             await self._presence.seen(at_once=True)
-        here = RankJoined(consumer=self._name, rank=self._rank, world_size=self._world)
+        here = events.RankJoined(consumer=self._name, rank=self._rank, world_size=self._world)
         self._joined = self._read_up_to = await self._append(here)
         self._called = False
 
     async def _append(self, fact: OfRanks, *, token: int | None = None) -> int:
-        event = new_event(fact)
+        key, event = self._experiment.key, new_event(fact)
 
         def append(tx: Transaction) -> list[log.Place]:
             if token is not None:
-                leases.require(tx, self._experiment.key, self._name, token=token)
-            key, name = self._experiment.key, self._name
-            return log.append(tx, key, [(name, event)])
+                leases.require(tx, key, self._name, token=token)
+            return log.append(tx, key, [(self._name, event)])
 
         with anyio.CancelScope(shield=True):
             places = await self._database.write(append)
@@ -291,23 +281,19 @@ class RankSession:
         Raises:
             LeaseLostError: the ranks assembled anew without this one, or are about to.
         """
-        key, kinds, limit = self._experiment.key, kinds_of(OfRanks), sizes.events_per_page
+        key, after, kinds = self._experiment.key, self._read_up_to, events.kinds_of(OfRanks)
 
-        def page_of_ranks(tx: Transaction) -> tuple[int, list[StoredEvent]]:
-            head, after = log.head(tx, key), self._read_up_to
-            return head, log.read_after(tx, key, after, limit=limit, kinds=kinds, up_to=head)
+        def read(tx: Transaction) -> tuple[int, list[StoredEvent]]:
+            head = log.head(tx, key)  # a few small events for each step since the last call
+            return head, log.read_after(tx, key, after, limit=1 << 31, kinds=kinds, up_to=head)
 
-        while True:
-            head, page = await self._database.read(page_of_ranks)
-            for stored in page:
-                fact = decoded(self._experiment.name, stored).fact
-                assert isinstance(fact, OfRanks)
-                if fact.consumer == self._name:
-                    self._apply(stored.position, fact)
-            if len(page) < limit:
-                self._read_up_to = max(self._read_up_to, head)
-                break
-            self._read_up_to = page[-1].position
+        head, page = await self._database.read(read)
+        for stored in page:
+            fact = decoded(self._experiment.name, stored).fact
+            assert isinstance(fact, OfRanks)
+            if fact.consumer == self._name:
+                self._apply(stored.position, fact)
+        self._read_up_to = max(after, head)
         if self._superseded:
             raise LeaseLostError(
                 f"trainer {self._name!r}: {self._superseded}; start all ranks again, they resume "
@@ -316,7 +302,7 @@ class RankSession:
 
     def _apply(self, position: int, fact: OfRanks) -> None:
         match fact:
-            case RankJoined() if not self._position:
+            case events.RankJoined() if not self._position:
                 if fact.world_size != self._world and 0 in (self._rank, fact.rank):
                     raise InvalidArgumentError(
                         f"rank {fact.rank} of trainer {self._name!r} was started with world_size="
@@ -324,16 +310,16 @@ class RankSession:
                     )
                 self._called |= fact.rank == 0
                 self._joins[fact.rank] = position
-            case RankJoined() if 0 in (self._rank, fact.rank):
+            case events.RankJoined() if 0 in (self._rank, fact.rank):
                 self._superseded = f"rank {fact.rank} started again"
-            case RanksAssembled() if self._rank and self._joined in fact.joins:
+            case events.RanksAssembled() if self._rank and self._joined in fact.joins:
                 self._position, self.committed = position, fact.committed_step
-            case RanksAssembled() if self._position and position > self._position:
+            case events.RanksAssembled() if self._position and position > self._position:
                 self._superseded = "the ranks assembled anew without this process"
-            case StepPartDone() if fact.assembly == self._position:
+            case events.StepPartDone() if fact.assembly == self._position:
                 for step, rows in enumerate(fact.rows, fact.step - len(fact.rows) + 1):
                     self._rows[fact.rank, step] = rows
-            case StreamEnded() if fact.assembly == self._position:
+            case events.StreamEnded() if fact.assembly == self._position:
                 self.ended = fact.step
             case _:  # of an assembly that this rank is not in
                 pass

@@ -26,17 +26,10 @@ from typing import Any, NamedTuple
 import numpy as np
 from msgspec.structs import replace
 
+from trinity_buffer import events
 from trinity_buffer.codec.objects import new_event
 from trinity_buffer.codec.segments import ANNOTATED
 from trinity_buffer.errors import InvalidArgumentError, TrainingError
-from trinity_buffer.events import (
-    BatchLeased,
-    ExperiencesAnnotated,
-    ExperiencesRecorded,
-    ExperiencesRejected,
-    NewEvent,
-    StepDealt,
-)
 from trinity_buffer.limits import sizes
 from trinity_buffer.pipeline.annotate.consumer import RECORDED
 from trinity_buffer.pipeline.coordination import diagnosis, waiting
@@ -159,9 +152,9 @@ class ReadyGroups:
         self._at_end = not positions
         if not positions:
             return False
-        events = self._rows.events(s, positions)
+        page = self._rows.events(s, positions)
         annotated = [
-            event for event in map(events.get, positions) if isinstance(event, ExperiencesAnnotated)
+            of for of in map(page.get, positions) if isinstance(of, events.ExperiencesAnnotated)
         ]
         experiences = [at for event in annotated for at in event.experiences]
         ranges = contiguous_ranges(experiences)
@@ -170,7 +163,7 @@ class ReadyGroups:
         all_versions, num_before = list[int | None](), 0
         for (position, begin), number in places:
             of = recorded[position]
-            assert isinstance(of, ExperiencesRecorded)  # no other kind has experiences
+            assert isinstance(of, events.ExperiencesRecorded)  # no other kind has experiences
             all_versions += of.columns.policy_version[begin : begin + number]
         for position, event in zip(positions, annotated, strict=True):
             first = first_address(position)
@@ -319,7 +312,7 @@ class StepSampler:
 
     def take(
         self, s: Session, step: int, *, partial_ok: bool
-    ) -> tuple[BatchLeased, LoadedRows] | None:
+    ) -> tuple[events.BatchLeased, LoadedRows] | None:
         """Return the manifest of ``step`` and its columns, or None if there are too few groups.
 
         Args:
@@ -329,8 +322,7 @@ class StepSampler:
             TrainingError: no row of too many consecutive steps could be trained.
         """
         while True:
-            groups = self._groups(s, step, partial_ok=partial_ok)
-            if groups is None:
+            if (groups := self._groups(s, step, partial_ok=partial_ok)) is None:
                 return None
             # Called a lease here and below: a manifest that the caller is about to lease.
             lease, unfit = self._unplanned(step, groups), partial(self._unfit, s)
@@ -344,8 +336,7 @@ class StepSampler:
                 self._reject(s, lease, lost, planned_groups=gone)
             if places:
                 break
-            reasons = set(lost.values()) - {DROPPED}
-            if reasons:
+            if reasons := set(lost.values()) - {DROPPED}:
                 self._watch.rejected(len(groups), reasons, partial(self._first_uid, s, lease))
         self._watch.accepted()
         options, numbers = self._options, [lease.groups[place] for place in places]
@@ -397,10 +388,10 @@ class StepSampler:
             for _ in range(min(number, len(ready.groups)))
         ]
 
-    def _first_uid(self, s: ReadSession, lease: BatchLeased) -> str:
+    def _first_uid(self, s: ReadSession, lease: events.BatchLeased) -> str:
         return self._loader.uids(s, lease, [0])[0]
 
-    def _unfit(self, s: ReadSession, lease: BatchLeased, rows: LoadedRows) -> dict[int, str]:
+    def _unfit(self, s: ReadSession, lease: events.BatchLeased, rows: LoadedRows) -> dict[int, str]:
         """Return place -> reason, of rows that lack a column or have a misfit, and long pairs."""
         places = {name: lacking_of(name, lease, rows) for name in self._options.needs}
         if places.get("advantages"):
@@ -426,12 +417,12 @@ class StepSampler:
         unfit = {place: invalid(*lacking[place]) for place in sorted(lacking)}
         return unfit | self._long_pairs(rows) if self._pairs else unfit
 
-    def _unplanned(self, step: int, taken: Sequence[ReadyGroup]) -> BatchLeased:
+    def _unplanned(self, step: int, taken: Sequence[ReadyGroup]) -> events.BatchLeased:
         """Return the manifest of a step of the groups ``taken``, still without micro-batches."""
         options = self._options
         sources = [] if options.expert_experiment is None else [options.expert_experiment]
         groups = [number for number, group in enumerate(taken) for _ in group.annotations]
-        return BatchLeased(
+        return events.BatchLeased(
             sources=sources,
             source=[taken[number].key[0] for number in groups] if sources else [],
             consumer=options.consumer,
@@ -465,7 +456,7 @@ class StepSampler:
         if not (leaving or drops or changes_ranks or measures):
             return
 
-        def unfit(part: BatchLeased, rows: LoadedRows) -> dict[int, str]:
+        def unfit(part: events.BatchLeased, rows: LoadedRows) -> dict[int, str]:
             why = self._long_pairs(rows) if self._pairs else {}
             # A run may have lost the row that carried its reward.
             if len(part.groups) < len(leased.order) and "reward" in options.needs:
@@ -479,7 +470,7 @@ class StepSampler:
         order, plans = plan_again(world_size, first, rows, places)
         manifest, sources = repartitioned(first, order, plans), ["", *first.sources]
         lost_from = [sources[first.source[place]] if first.source else "" for place in sorted(lost)]
-        dealt = StepDealt(
+        dealt = events.StepDealt(
             consumer=options.consumer,
             token=self._lease.token,
             step=first.step,
@@ -510,10 +501,10 @@ class StepSampler:
     def _sound_rows(
         self,
         s: ReadSession,
-        lease: BatchLeased,
+        lease: events.BatchLeased,
         places: Sequence[int],
         lost: Mapping[int, str],
-        unfit: Callable[[BatchLeased, LoadedRows], Mapping[int, str]],
+        unfit: Callable[[events.BatchLeased, LoadedRows], Mapping[int, str]],
         *,
         drops: bool,
     ) -> tuple[list[int], LoadedRows, dict[int, str]]:
@@ -551,13 +542,13 @@ class StepSampler:
                     raise self._loader.refusal(s, part, error, DROP_DAMAGED) from error
             gone |= {left[place]: reason for place, reason in why.items()}
 
-    def _unwanted(self, s: ReadSession, lease: BatchLeased) -> dict[int, str]:
+    def _unwanted(self, s: ReadSession, lease: events.BatchLeased) -> dict[int, str]:
         """Return place -> why, of the rows of a step that are too long or dropped by name."""
         limit, why = self._options.max_tokens, dict[int, str]()
         if limit is not None:
             # Of a pair, events know one half alone.
-            facts = Facts.of(len(lease.groups), self._loader.ranges(s, lease)[0])
-            lengths = facts.length.tolist()
+            own, _ = self._loader.ranges(s, lease)
+            lengths = Facts.of(len(lease.groups), own).length.tolist()
             why = {place: OVERSIZE for place, size in enumerate(lengths) if size > limit}
         if any(self._dropped.values()):
             names, source = ("", *lease.sources), lease.source or [0] * len(lease.groups)
@@ -571,8 +562,7 @@ class StepSampler:
 
         Events know only the prompt of a pair. The halves of an expert's pairs are not measured.
         """
-        limit = self._options.max_tokens
-        if limit is None:
+        if (limit := self._options.max_tokens) is None:
             return {}
         long = rows.expert < (rows.planned_lengths("padded") > limit)
         return dict.fromkeys(np.flatnonzero(long).tolist(), OVERSIZE)
@@ -580,11 +570,11 @@ class StepSampler:
     def _reject(
         self,
         s: Session,
-        lease: BatchLeased,
+        lease: events.BatchLeased,
         why: Mapping[int, str],
         *,
         planned_groups: int = 0,
-        also: Sequence[NewEvent] = (),
+        also: Sequence[events.NewEvent] = (),
     ) -> None:
         """Record in one transaction that rows of a step are rejected, and the events ``also``.
 
@@ -597,7 +587,7 @@ class StepSampler:
             planned_groups: number of planned groups that lose their last row.
         """
         source, own = lease.source or [0] * len(lease.groups), self._experiment
-        rejected: list[tuple[int, NewEvent]] = []
+        rejected: dict[int, list[events.NewEvent]] = {}  # by experiment
         # Others' experiments first: their append locks both, in ascending order.
         for number in sorted({source[place] for place in why}, reverse=True):
             places = [place for place in sorted(why) if source[place] == number]
@@ -605,28 +595,26 @@ class StepSampler:
             if number:
                 key = self._loader.cache_of(s, lease, number).experiment
                 consumer = guest_name(own.name, consumer)
-            fact = ExperiencesRejected(
+            fact = events.ExperiencesRejected(
                 consumer=consumer,
                 by="trainer",
                 experiences=[lease.annotations[place] for place in places],
                 reasons=[why[place] for place in places],
                 planned_groups=0 if number else planned_groups,
             )
-            rejected.append((key, new_event(fact)))
+            rejected[key] = [new_event(fact)]
+        if also:
+            rejected.setdefault(own.key, []).extend(also)
 
         def append(tx: Transaction) -> None:
-            for key, event in rejected:
-                if key != own.key:
-                    self._lease.append(tx, [event], experiment=key)
-            mine = [event for key, event in rejected if key == own.key]
-            if mine or also:
-                self._lease.append(tx, [*mine, *also])
+            for key, of_experiment in rejected.items():
+                self._lease.append(tx, of_experiment, experiment=key)
 
         s.write(append)
 
 
 def plan_again(
-    world_size: int, first: BatchLeased, rows: LoadedRows, readable: Sequence[int]
+    world_size: int, first: events.BatchLeased, rows: LoadedRows, readable: Sequence[int]
 ) -> tuple[list[int], list[MicroBatchPlan]]:
     """Return an order of a manifest's rows, and micro-batches over it for ``world_size`` ranks.
 

@@ -21,7 +21,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cache
 from importlib import metadata
-from itertools import accumulate
+from itertools import accumulate, chain, starmap
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Any, Literal, NamedTuple, Protocol, TypeVar
@@ -31,18 +31,12 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from trinity_buffer import events
 from trinity_buffer.algorithm.building import require_recorded
 from trinity_buffer.algorithm.layout import BatchLayout, Totals
 from trinity_buffer.codec.objects import new_event
 from trinity_buffer.codec.segments import Column, content_digest, encode_segment
 from trinity_buffer.errors import InvalidArgumentError
-from trinity_buffer.events import (
-    MEASURED_ROWS,
-    MEASURED_TOKENS,
-    BatchLeased,
-    NewEvent,
-    StepMeasured,
-)
 from trinity_buffer.pipeline.encoding import columns_of
 from trinity_buffer.pipeline.train.microbatch import MicroBatch
 from trinity_buffer.store.segments import SegmentRow, SegmentStore, new_key
@@ -80,7 +74,7 @@ class TrainStep:
 
     step: int
     microbatches: list[MicroBatch]
-    manifest: BatchLeased
+    manifest: events.BatchLeased
     chain: bytes
     recorded: bool
     policy_versions: list[int] = field(default_factory=list)
@@ -209,18 +203,16 @@ def _recount(
     boundaries, groups = batch.get("cu_seqlens"), batch["group_index"]
     expert = batch.get("expert_mask", torch.zeros_like(groups, dtype=torch.bool))
     mask = batch["action_mask"]
-    old = microbatches[0].layout
-    denominators = []
-    for before, rows in ((old.total, None), (old.usual, ~expert), (old.expert, expert)):
+    changed: dict[str, Any] = {}
+    for name, rows in (("total", None), ("usual", ~expert), ("expert", expert)):
         mine = Totals.count(mask, cu_seqlens=boundaries, group_index=groups, rows=rows)
         counts = torch.tensor([mine.tokens, mine.active_sequences or 0], dtype=torch.float64)
         tokens, active = (counts if reduce is None else reduce(counts)).tolist()
         # A changed mask does not change rows and groups.
-        denominators.append(replace(before, tokens=int(tokens), active_sequences=int(active)))
+        before: Totals = getattr(microbatches[0].layout, name)
+        changed[name] = replace(before, tokens=int(tokens), active_sequences=int(active))
     for microbatch in microbatches:
-        microbatch.layout = replace(
-            microbatch.layout, total=denominators[0], usual=denominators[1], expert=denominators[2]
-        )
+        microbatch.layout = replace(microbatch.layout, **changed)
 
 
 @dataclass(slots=True)
@@ -239,8 +231,7 @@ class ZeroAdvantages:
                 "trainer %r: the annotation set %r has no advantages, so that `advantages` is 0 "
                 "everywhere: train on another set, or say with needs= what the loss reads "
                 "(needs=('advantages',) refuses a set without them)",
-                self.consumer,
-                self.annotation_set,
+                *(self.consumer, self.annotation_set),
             )
 
 
@@ -315,8 +306,7 @@ class StepQueue:
             idle_s = time.monotonic() - self._idle_since
             moment_s = min(MOMENT_S, idle_s / 10)
             self._loop.call_soon_threadsafe(self._loop.call_later, moment_s, self._ring)
-        step = self._steps.get()
-        if step is not None:
+        if (step := self._steps.get()) is not None:
             self._num_received += 1
             return step
         self._steps.put(None)  # the end must be readable again
@@ -379,7 +369,7 @@ class StepMeasures:
 
 def measured_event(
     consumer: str, measures: StepMeasures, store: SegmentStore
-) -> tuple[NewEvent, list[SegmentRow]]:
+) -> tuple[events.NewEvent, list[SegmentRow]]:
     """Put ``measures`` into ``store``; return the event that records them, and their segment.
 
     Encodes: call it off the event loop.
@@ -388,14 +378,12 @@ def measured_event(
     arrays = {n: np.ascontiguousarray(of, np.dtype("<f4")) for n, of in measures.rows.items()}
     shapes = np.zeros((number, 0), np.int64)
     columns = [Column(n, "float32", shapes, of.view(np.uint8)) for n, of in arrays.items()]
-    families = {MEASURED_ROWS: encode_segment(columns, {}, number)}
+    families = {events.MEASURED_ROWS: encode_segment(columns, {}, number)}
     if measures.tokens:
-        of_tokens = [
-            c for name, values in measures.tokens.items() for c in columns_of(name, values)
-        ]
-        families[MEASURED_TOKENS] = encode_segment(of_tokens, {}, number)
+        of_tokens = chain.from_iterable(starmap(columns_of, measures.tokens.items()))
+        families[events.MEASURED_TOKENS] = encode_segment([*of_tokens], {}, number)
     key = new_key()
-    measured = StepMeasured(
+    measured = events.StepMeasured(
         consumer=consumer,
         step=measures.step,
         segment=key,
@@ -499,7 +487,7 @@ class Delivered(NamedTuple):
         measures: what was measured of it, if anything was.
     """
 
-    manifest: BatchLeased
+    manifest: events.BatchLeased
     rows: int
     measures: StepMeasures | None = None
 
@@ -555,9 +543,7 @@ class LastCommits:
                 "trainer %r: step %d is committed without a checkpoint, step %d had one: after a "
                 "restart neither the steps between are served again, nor are there weights that "
                 "went through them; commit only steps that are saved, which covers all before them",
-                self._trainer,
-                step,
-                max(saved),
+                *(self._trainer, step, max(saved)),
             )
         earlier = [at for at, path in saved.items() if path == checkpoint]
         if earlier and not self._warned_of_path:
@@ -566,10 +552,7 @@ class LastCommits:
                 "trainer %r: the checkpoint of step %d was written over that of step %d (%s): "
                 "while the next one is written, a crash leaves no checkpoint to go on from, "
                 "and explorers may read half of it; give each step a path of its own",
-                self._trainer,
-                step,
-                earlier[-1],
-                checkpoint,
+                *(self._trainer, step, earlier[-1], checkpoint),
             )
         self._commits.append((range(first, step + 1), request))
 
@@ -692,9 +675,6 @@ def _attribute(owner: Any, name: str) -> Flag:
     return Flag(get, lambda value: setattr(owner, name, value))
 
 
-_PRECISIONS = ("highest", "high", "medium")
-
-
 def _matmul_precision() -> str:
     """Return the precision of float32 products, by the newer setting where torch has it."""
     try:
@@ -704,7 +684,7 @@ def _matmul_precision() -> str:
 
 
 def _set_matmul_precision(value: str) -> None:
-    if value in _PRECISIONS:
+    if value in ("highest", "high", "medium"):
         torch.set_float32_matmul_precision(value)
     else:
         torch.backends.cuda.matmul.fp32_precision = value

@@ -23,13 +23,7 @@ from typing_extensions import override
 from trinity_buffer.algorithm.arguments import refuse_unknown
 from trinity_buffer.codec.objects import new_event
 from trinity_buffer.errors import InvalidArgumentError, StoreError, UnknownExperimentError
-from trinity_buffer.events import (
-    BatchLeased,
-    NewEvent,
-    PolicyPublished,
-    StepsCommitted,
-    TrainerRewound,
-)
+from trinity_buffer.events import BatchLeased, PolicyPublished, StepsCommitted, TrainerRewound
 from trinity_buffer.options import option_types
 from trinity_buffer.pipeline.annotate.consumer import RECORDED, StrategyConsumer, recorder
 from trinity_buffer.pipeline.coordination import diagnosis, waiting
@@ -106,10 +100,7 @@ class TrainStream(CommitDoor[Coroutine[Any, Any, None]]):
     lease: TrainerLease | None = None
 
     def __init__(
-        self,
-        experiment: ExperimentHandle,
-        options: StreamOptions,
-        presence: waiting.Presence,
+        self, experiment: ExperimentHandle, options: StreamOptions, presence: waiting.Presence
     ) -> None:
         self.experiment = experiment
         self.options = options
@@ -219,8 +210,7 @@ class TrainStream(CommitDoor[Coroutine[Any, Any, None]]):
         return self
 
     async def __anext__(self) -> TrainStep:
-        step = await self.queue.receive()
-        if step is None:
+        if (step := await self.queue.receive()) is None:
             raise StopAsyncIteration
         self.note_delivered(step)
         return step
@@ -278,8 +268,7 @@ class TrainStream(CommitDoor[Coroutine[Any, Any, None]]):
             _logger.warning(
                 "trainer %r ended without a commit of step%s: the next process is given the same "
                 "again; commit the last step of a loop too",
-                self.options.consumer,
-                f" {last}" if first == last else f"s {first} to {last}",
+                *(self.options.consumer, f" {last}" if first == last else f"s {first} to {last}"),
             )
 
     async def leads(self) -> bool:
@@ -288,8 +277,7 @@ class TrainStream(CommitDoor[Coroutine[Any, Any, None]]):
 
     def measure(self, measures: StepMeasures) -> None:
         """Keep what was measured of a step that was delivered: its commit records that."""
-        delivered = self._delivered.get(measures.step)
-        if delivered is not None:
+        if (delivered := self._delivered.get(measures.step)) is not None:
             self._delivered[measures.step] = delivered._replace(measures=measures)
 
     async def uids(self, step: TrainStep, rows: Sequence[int]) -> list[str]:
@@ -342,8 +330,7 @@ class LeadingStream(TrainStream):
         if options.resume_from not in (None, row.committed_step):
             step = options.resume_from
             back = TrainerRewound(consumer=name, step=step, from_step=row.committed_step)
-            event = new_event(back)
-            await database.write(lambda tx: self.lease.append(tx, [event]))
+            await database.write(self.lease.append, [new_event(back)])
             row = await register(self.experiment, name, options.annotation_set)
         leased = await self.find_last_commit(row.committed_step)
         self._next_step = row.leased_step + 1
@@ -351,8 +338,7 @@ class LeadingStream(TrainStream):
             _logger.warning(
                 "trainer %r goes on after step %d, whose commit names no checkpoint: its weights "
                 "are yours to load; resume_from= goes back to a step with a checkpoint, or to 0",
-                options.consumer,
-                self.resume.step,
+                *(options.consumer, self.resume.step),
             )
         dropped = await rows_to_drop(self.experiment, self._expert, options)
         start = partial(self._sampler.start, dropped=dropped, steps=leased)
@@ -431,8 +417,7 @@ class LeadingStream(TrainStream):
         # More than one only ahead of the trainer: who waits for a step gets the interpreter lock,
         # and with it the step, only once this thread is idle.
         while not made or (self.queue.has_room() and not sampler.is_through):
-            taken = sampler.take(s, self._next_step, partial_ok=partial_ok)
-            if taken is None:
+            if (taken := sampler.take(s, self._next_step, partial_ok=partial_ok)) is None:
                 break
             made = True
             if self._expert and sampler.lacks_expert and not self._without_expert:
@@ -440,27 +425,21 @@ class LeadingStream(TrainStream):
                 _logger.warning(
                     "trainer %r: from step %d on fewer of the expert's groups are mixed in, or "
                     "none: experiment %r has no more",
-                    self.options.consumer,
-                    self._next_step,
-                    self.options.expert_experiment,
+                    *(self.options.consumer, self._next_step, self.options.expert_experiment),
                 )
             self._next_step += 1
             # Before the lease: what cannot be collated leaves no leased step behind. An error from
             # here on ends the stream, so its chain and its number are never ahead of the log.
-            step, event = self._next_link(*taken), new_event(taken[0])
-            step.log_head = s.write(self._append_lease, event)
+            step = self._next_link(*taken)
+            (place,) = s.write(self.lease.append, [new_event(taken[0])])
+            step.log_head = place.head.hex()
             self.queue.put(step)
             # The next step is read into the memory of these segments, and the trainer's step does
             # not keep the bytes of the next one alive.
-            del taken, step, event
+            del taken, step
             if time.monotonic() > until:
                 break
         return made, not made and s.read(writer_queries.is_finished, self.experiment.key)
-
-    def _append_lease(self, tx: Transaction, event: NewEvent) -> str:
-        """Record the lease of a step; return the head of the log after it."""
-        (place,) = self.lease.append(tx, [event])
-        return place.head.hex()
 
     # -- reporting
 
@@ -562,9 +541,7 @@ class LeadingStream(TrainStream):
             _logger.warning(
                 "trainer %r: explorers follow trainer %r, and pass over the weights that this one "
                 "publishes: to have it followed, set trainer=%r in the experiment's configuration",
-                own,
-                followed,
-                own,
+                *(own, followed, own),
             )
 
 
@@ -590,15 +567,12 @@ class FollowingStream(TrainStream):
     @override
     async def _serve(self) -> None:
         """Serve the steps that rank 0 leases until it records the end."""
+        named = self.experiment.key, self.options.consumer
+        read, steps = self._database.read, trainer_queries.steps
         async with self._at_work():
             while self._ranks.ended is None or self._next_step <= self._ranks.ended:
                 state = await self._database.changes.state()
-                leased = await self._database.read(
-                    trainer_queries.steps,
-                    self.experiment.key,
-                    self.options.consumer,
-                    after=self._next_step - 1,
-                )
+                leased = await read(steps, *named, after=self._next_step - 1)
                 if leased:
                     self._ranks.wait.over()
                 for row in leased:
@@ -658,25 +632,17 @@ async def open_async_train_stream(
             rules.require_reachable(chosen.sampling().plan(1, chosen.groups_per_step).usual)
         settle_imports()
     stream: TrainStream
+    of, name = (experiment.database, experiment.key), chosen.consumer
     async with AsyncExitStack() as stack:
         # Only rank 0 holds the lease; the others find its steps in the log.
         if chosen.rank:
-            role, name = f"rank {chosen.rank}", chosen.consumer
-            presence = waiting.Presence(experiment.database, experiment.key, role, name)
+            presence = waiting.Presence(*of, f"rank {chosen.rank}", name)
             stream = FollowingStream(experiment, chosen, presence)
             await stack.enter_async_context(presence.heartbeats())
         else:
-            lease = await stack.enter_async_context(
-                hold_lease(
-                    experiment.database,
-                    experiment.key,
-                    chosen.consumer,
-                    ttl_s=chosen.lease_ttl_s,
-                    wait=chosen.wait_for_lease,
-                )
-            )
-            expert = await _expert_of(experiment, chosen)
-            stream = LeadingStream(experiment, chosen, lease, expert)
+            held = hold_lease(*of, name, ttl_s=chosen.lease_ttl_s, wait=chosen.wait_for_lease)
+            lease = await stack.enter_async_context(held)
+            stream = LeadingStream(experiment, chosen, lease, await _expert_of(experiment, chosen))
         # Steps made ahead hold the memory of their tensors.
         stack.callback(stream.queue.discard)
         await stream.prepare()
@@ -689,8 +655,7 @@ async def _expert_of(
     experiment: ExperimentHandle, options: StreamOptions
 ) -> ExperimentHandle | None:
     """Return the experiment of the expert's rows, if the stream mixes."""
-    name = options.expert_experiment
-    if name is None:
+    if (name := options.expert_experiment) is None:
         return None
     if name == experiment.name:
         raise InvalidArgumentError(
