@@ -89,13 +89,9 @@ class Experiment(handle.ExperimentHandle):
         settle_imports()
         if self._store.group_commit is None:
             self._store.group_commit = writer.GroupCommit(self.database)
+        commits, schema = self._store.group_commit, self.config.get("schema", "experience")
         return writer.SQLWriter(
-            self.database,
-            self._store.group_commit,
-            self.key,
-            actor=actor,
-            schema=self.config.get("schema", "experience"),
-            on_invalid=on_invalid,
+            self.database, commits, self.key, actor=actor, schema=schema, on_invalid=on_invalid
         )
 
     async def events(
@@ -165,8 +161,7 @@ class Experiment(handle.ExperimentHandle):
             raise errors.InvalidArgumentError(
                 f"experiment {self.name!r}: reason={reason!r:.40}, it must be a text"
             )
-        event = new_event(ExperimentFinished(reason=reason))
-        await self.database.write(self._append, event, actor)
+        await self.database.write(self._append, new_event(ExperimentFinished(reason=reason)), actor)
 
     async def read(  # noqa: PLR0913 - all by keyword, each a filter
         self,
@@ -260,13 +255,11 @@ class Experiment(handle.ExperimentHandle):
         """Return the addresses of this experiment's rows in a step's manifest."""
 
         def load(tx: Transaction) -> BatchLeased | None:
-            row = trainer_queries.step_at(tx, self.key, trainer, step)
-            if row is None:
+            if (row := trainer_queries.step_at(tx, self.key, trainer, step)) is None:
                 return None
             return leased_steps(tx, self.key, self.name, [row.leased_at])[row.leased_at].manifest
 
-        leased = await self.database.read(load)
-        if leased is None:
+        if (leased := await self.database.read(load)) is None:
             raise errors.UnknownNameError(f"trainer {trainer!r} was never handed step {step}")
         sources = leased.source or [0] * len(leased.experiences)
         pairs = zip(leased.experiences, sources, strict=True)
@@ -295,9 +288,8 @@ class Experiment(handle.ExperimentHandle):
             tx.lock(self.key)
             newest = writer_queries.newest_policy(tx, self.key, self._trainer)
             newest_version, _, _, after = newest or (version, "", "", 0)
-            rewinds = kinds_of(TrainerRewound)
             if version < newest_version and not log.read_after(
-                tx, self.key, after, limit=1, kinds=rewinds
+                tx, self.key, after, limit=1, kinds=kinds_of(TrainerRewound)
             ):
                 raise errors.ConflictError(
                     f"experiment {self.name!r}: policy {newest_version} is published (position "
@@ -416,9 +408,9 @@ class Store:
         key, stored, names = await self.database.read(writer_queries.experiment_called, name)
         if key is None:  # older versions accepted any text
             require_name("an experiment's name", name)
-        if key is not None and stored is not None and (config is None or self.database.read_only):
-            return Experiment(self, key, name, stored[0])
         if config is None or self.database.read_only:
+            if key is not None and stored is not None:
+                return Experiment(self, key, name, stored[0])
             known = ", ".join(names) or "none"
             remedy = "" if self.database.read_only else "; pass config={} to create it"
             raise errors.UnknownExperimentError(
@@ -448,12 +440,7 @@ def _create_or_change(
     actor: str,
 ) -> tuple[int, dict[str, Any]]:
     """Create an experiment or record its changed configuration; return key and configuration."""
-    from trinity_buffer.pipeline.config import (  # noqa: PLC0415 - all options
-        CONFIG,
-        EXTRA,
-        refuse_unknown,
-        require_values,
-    )
+    from trinity_buffer.pipeline.config import CONFIG, EXTRA, refuse_unknown, require_values  # noqa: PLC0415 - all options
 
     key = log.create_experiment(tx, name)
     tx.lock(key)

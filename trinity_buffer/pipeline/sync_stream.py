@@ -60,8 +60,7 @@ class SyncTrainStream(CommitDoor[None]):
 
     def __next__(self) -> TrainStep:
         self._experiment.database.owner.require_process(closed_too=True)
-        step = self._stream.queue.get()
-        if step is None:
+        if (step := self._stream.queue.get()) is None:
             raise StopIteration
         self._stream.note_delivered(step)
         return step
@@ -118,8 +117,7 @@ class SyncTrainStream(CommitDoor[None]):
 
     def finish(self, reason: str) -> None:
         """Record that the experiment is finished: explorers and strategies that follow it end."""
-        actor = self._stream.options.consumer
-        self._call(partial(self._experiment.finish, reason, actor=actor))
+        self._call(partial(self._experiment.finish, reason, actor=self.options.consumer))
 
 
 @asynccontextmanager

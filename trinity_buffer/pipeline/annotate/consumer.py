@@ -252,9 +252,7 @@ class StrategyConsumer:
             _logger.warning(
                 "strategy %r: each of %s sets advantages, and those of %s stay: name one of them "
                 "(a class that only chooses has `annotates = False`)",
-                self.name,
-                ", ".join(annotating),
-                annotating[-1],
+                *(self.name, ", ".join(annotating), annotating[-1]),
             )
         try:
             async with waiting.task_group(self._presence.keep, self._lease.keep):
@@ -268,9 +266,8 @@ class StrategyConsumer:
         rejected = self._reasons.total()
         at_fault = any(reason.startswith(waiting.FAULTS) for reason in self._reasons)
         if self._speaks and (at_fault or (rejected and not self._annotated)):
-            counts = ", ".join(f"{reason} {number}" for reason, number in self._reasons.items())
-            of = counted(rejected + self._annotated, "experience")
-            why = waiting.one_line(counts)
+            why = ", ".join(f"{reason} {number}" for reason, number in self._reasons.items())
+            why, of = waiting.one_line(why), counted(rejected + self._annotated, "experience")
             _logger.warning("strategy %r rejected %d of %s: %s", self.name, rejected, of, why)
         if self._speaks and (rows or self._reader.unscored is not None):
             left = f"{counted(rows, 'experience')} of {counted(groups, 'group')} waiting"
@@ -282,8 +279,7 @@ class StrategyConsumer:
     async def _register(self) -> None:
         """Register the set, or continue the one that has this name and configuration."""
         database, key = self.experiment.database, self.experiment.key
-        row = await database.read(writer_queries.consumer_row, key, self.name)
-        if row is None:
+        if (row := await database.read(writer_queries.consumer_row, key, self.name)) is None:
             fact = ConsumerRegistered(consumer=self.name, kind="strategy", config=self.config)
             row = await database.write(writer_queries.registered, key, self.name, new_event(fact))
         if row.kind != "strategy":
@@ -474,19 +470,14 @@ class StrategyConsumer:
         Raises:
             StoreError: the table lacks one.
         """
-        listed, size = sorted(addresses), sizes.rows_per_page
-        pages = (
-            writer_queries.experience_rows(tx, self.experiment.key, listed[at : at + size])
-            for at in range(0, len(listed), size)
-        )
-        rows = {row.address: row for page in pages for row in page}
-        for address in listed:
-            if address not in rows:
-                raise errors.StoreError(
-                    f"experiment {self.experiment.name!r}: the table experience lacks "
-                    f"{format_address(address)}, which is recorded: run `trinity-buffer rebuild`, "
-                    "which makes it from the log again"
-                )
+        stored = writer_queries.experience_rows(tx, self.experiment.key, sorted(addresses))
+        rows = {row.address: row for row in stored}
+        for address in sorted(set(addresses) - rows.keys()):
+            raise errors.StoreError(
+                f"experiment {self.experiment.name!r}: the table experience lacks "
+                f"{format_address(address)}, which is recorded: run `trinity-buffer rebuild`, "
+                "which makes it from the log again"
+            )
         return rows
 
     def _uid(self, tx: Transaction, address: int) -> str:
@@ -577,9 +568,8 @@ class StrategyConsumer:
             database.segments.attach(tx, segment_rows)
             # Locks, and raises unless we own the lease: if it is lost later, that cannot matter.
             # The same statement tells where the log ends; without a lease, `append` locks and asks.
-            last = self._lease.standing(tx).end
-            ours = [(self.name, event) for event in events]
-            log.append(tx, key, ours, last=last)
+            end = self._lease.standing(tx).end
+            log.append(tx, key, [(self.name, event) for event in events], last=end)
 
         s.write(commit)
         self._reader.cursor = max(self._reader.cursor, self._reader.seen)
@@ -591,8 +581,7 @@ class StrategyConsumer:
                 "strategy %r kept %s without advantages, in whose place a trainer reads 0: set "
                 "`advantages` of what it keeps, or `annotates = False` in a class that only "
                 "chooses",
-                self.name,
-                counted(decision.without_advantages, "experience"),
+                *(self.name, counted(decision.without_advantages, "experience")),
             )
         changed = decision.changed - self._changed
         # A list hands rewards on from stage to stage.
@@ -604,8 +593,7 @@ class StrategyConsumer:
                 "strategy %r changed %s of what it keeps, which is not stored: trainers read what "
                 "was recorded. Give rewards by `tb.assign_rewards` and run_strategy(rewards=), and "
                 "a token that is not to be trained an advantage of 0",
-                self.name,
-                " and ".join(sorted(changed)),
+                *(self.name, " and ".join(sorted(changed))),
             )
         members = [group.members for unit in units for group in unit if group.members]
         reasons = set(decision.reasons.values())

@@ -270,8 +270,7 @@ class Decision:
             there.add(uid)
             tokens = row.length - row.prompt_length
             for name in ANNOTATED:
-                value = experience.__dict__.get(name)
-                if value is None:
+                if (value := experience.__dict__.get(name)) is None:
                     continue
                 if not isinstance(value, Tensor):
                     problem = f"of type {type(value).__name__}, which is not a tensor"

@@ -340,7 +340,8 @@ class UnitReader:
     def load(self, s: ReadSession) -> ConsumerRow:
         """Continue after the last commit; return the state that it left."""
         key, most = self.experiment.key, sizes.waiting_rows_per_page
-        row = s.read(writer_queries.consumer_row, key, self.name)
+        of, waiting = (key, self.name), writer_queries.waiting_addresses
+        row = s.read(writer_queries.consumer_row, *of)
         assert row is not None  # registered before
         self.grouping = Grouping(self.grouping.unit, self.grouping.rules)
         self.seen = self.cursor = row.cursor
@@ -348,13 +349,7 @@ class UnitReader:
         # Rows that waited at the last commit lie before the cursor and must be read again.
         addresses = [-1]
         while addresses:
-            addresses = s.read(
-                writer_queries.waiting_addresses,
-                *(key, self.name),
-                after=addresses[-1],
-                up_to=self.seen,
-                limit=most,
-            )
+            addresses = s.read(waiting, *of, after=addresses[-1], up_to=self.seen, limit=most)
             if addresses:
                 page = s.read(log.read_at, key, sorted(set(map(position_of, addresses))))
                 self._take(s, page, set(addresses))
@@ -473,8 +468,7 @@ class UnitReader:
             except CodecError as error:
                 if event.kind not in _RECORDED:
                     raise
-                text = one_line(f"{error}")
-                _logger.warning("its experiences are rejected as damaged: %s", text)
+                _logger.warning("its experiences are rejected as damaged: %s", one_line(f"{error}"))
                 # Its rows are in the projection: the strategy rejects them one by one.
                 rows[at] = [
                     (r.address, r.eid.batch, r.eid.task, r.eid.run, bool(r.refused))

@@ -68,11 +68,9 @@ async def assign_rewards(
             break
         # Pages by address: rows that are recorded meanwhile come last and are included.
         after = rows[-1].address
-        experiences = await load_experiences(experiment.database, cache, rows, families)
         rewards: dict[int, float] = {}
-        for experience in experiences:
-            value = _scored(name, experience, reward)
-            if value is not None:
+        for experience in await load_experiences(experiment.database, cache, rows, families):
+            if (value := _scored(name, experience, reward)) is not None:
                 rewards[cast("int", experience.address)] = value
             elif experience.damaged is experience.archived is None:
                 without[cast("int", experience.address)] = experience.eid.uid
@@ -117,9 +115,7 @@ async def _warn_of_others(
             "scoring %r gets other rewards for %d experiences than before: groups, steps and blame "
             "show them of set %r too, which was computed from those before; score under another "
             "name to keep both",
-            name,
-            changed,
-            sets[0],
+            *(name, changed, sets[0]),
         )
 
 

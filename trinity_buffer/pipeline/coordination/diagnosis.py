@@ -91,14 +91,13 @@ def of_trainer(tx: Transaction, experiment: int, annotation_set: str) -> str:
     number, _ = counts.unseen(tx, experiment, strategy)
     at_work = around.who("strategy", annotation_set)
     lacks = lacks_of(tx, experiment, strategy)
+    unseen = counted(number, "experience")
     if number and at_work is None:
-        unattended = (
-            f"no process annotates set {annotation_set!r}: {counted(number, 'experience')} unseen"
-        )
-        return f"{unattended}; {_describe(around, lacks)}" if lacks else unattended
+        lack = f"; {_describe(around, lacks)}" if lacks else ""
+        return f"no process annotates set {annotation_set!r}: {unseen} unseen{lack}"
     if number and at_work is not None and not lacks:
-        still = f"{counted(number, 'experience')} to decide"
-        return f"strategy {annotation_set!r} ({waiting.describe_process(at_work)}) has {still}"
+        where = waiting.describe_process(at_work)
+        return f"strategy {annotation_set!r} ({where}) has {unseen} to decide"
     return of_strategy(tx, experiment, annotation_set)
 
 
@@ -113,11 +112,9 @@ def of_strategy(tx: Transaction, experiment: int, name: str, *, whole_batches: b
     """
     around = RunSnapshot.of(tx, experiment)
     strategy = around.consumers.get(name)
-    lacks = lacks_of(tx, experiment, strategy, whole_batches=whole_batches)
-    if lacks:
+    if lacks := lacks_of(tx, experiment, strategy, whole_batches=whole_batches):
         return _describe(around, lacks)
-    explorer = around.who("explorer")
-    if explorer is None:
+    if (explorer := around.who("explorer")) is None:
         return (
             f"set {name!r} has all that is recorded, and no process explores (if none will, "
             "`await experiment.finish(reason)` ends the run)"
@@ -132,13 +129,11 @@ def of_strategy(tx: Transaction, experiment: int, name: str, *, whole_batches: b
 def _describe(around: RunSnapshot, lacks: Sequence[Lack]) -> str:
     """Describe the missing runs, and which explorer would bring them."""
     text = "; ".join(lack.describe() for lack in lacks[:BATCHES_NAMED])
-    more = len(lacks) - BATCHES_NAMED
-    if more > 0:
+    if (more := len(lacks) - BATCHES_NAMED) > 0:
         text += f"; and groups of {more} more"
     # Only the explorer that planned a batch writes its missing runs.
     actor = next((lack.actor for lack in lacks if lack.actor), None)
-    explorer = around.who("explorer", actor)
-    if explorer is not None:
+    if (explorer := around.who("explorer", actor)) is not None:
         return f"{text}; explorer {explorer.name!r} is there ({waiting.describe_process(explorer)})"
     return f"{text}; no process explores" + ("" if actor is None else f" as {actor!r}")
 
@@ -163,24 +158,21 @@ def is_being_decided(tx: Transaction, experiment: int, annotation_set: str) -> b
 
 
 def _is_undecided(tx: Transaction, experiment: int, strategy: ConsumerRow | None) -> bool:
-    number, _ = counts.unseen(tx, experiment, strategy)
-    if number:
+    if counts.unseen(tx, experiment, strategy)[0]:
         return True
     return strategy is not None and bool(counts.open_groups(tx, experiment, strategy))
 
 
 def outcome_of(tx: Transaction, experiment: int, trainer: str) -> str:
     """Describe what happened to the rows of a trainer's set when none is left to train."""
-    row = writer_queries.consumer_row(tx, experiment, trainer)
-    if row is None:
+    if (row := writer_queries.consumer_row(tx, experiment, trainer)) is None:
         return "it is not registered"
-    numbers = counters.numbers_of(tx, experiment)
-    terms = counts.of_trainer(tx, experiment, row, numbers)
-    rows = f"the {counted(terms.rows, 'row')} of set {terms.annotation_set!r}"
+    terms = counts.of_trainer(tx, experiment, row, counters.numbers_of(tx, experiment))
+    name, rejected = f"set {terms.annotation_set!r}", sum(terms.rejected.values())
     if not terms.rows:
-        return f"set {terms.annotation_set!r} has no rows: nothing was annotated"
-    rejected = sum(terms.rejected.values())
-    text = f"of {rows} {terms.committed} are in committed steps, up to step {row.committed_step}"
+        return f"{name} has no rows: nothing was annotated"
+    text = f"of the {counted(terms.rows, 'row')} of {name} {terms.committed} are in committed steps"
+    text += f", up to step {row.committed_step}"
     if rejected:
         text += f", and {rejected} were rejected ({', '.join(terms.rejected)})"
     return text + (f", and {terms.ready} are ready" if terms.ready else "")
@@ -227,20 +219,20 @@ def lacks_of(
     lacks = []
     for key in islice(dict.fromkeys((*planned, *stored)), counts.BATCHES_LOOKED_AT):
         row, groups = rows.get(key), stored.get(key, {})
-        if row is not None and row.sealed_at is not None:
-            continue  # sealed: no more runs will come
-        if row is not None:
-            short = _missing_runs(tx, experiment, row)
-        else:
+        if row is None:
+            plan: tuple[str, str, int | None] = key, "", None
             short = [] if size is None else [size - n for n in groups.values() if n < size]
-        actor, at = ("", None) if row is None else (row.actor, row.planned_at)
+        elif row.sealed_at is None:
+            plan, short = (key, row.actor, row.planned_at), _missing_runs(tx, experiment, row)
+        else:
+            continue  # sealed: no more runs will come
         if row is None and size is None and groups:
-            lacks.append(Lack(key, actor, at, len(groups), None, None))
+            lacks.append(Lack(*plan, len(groups), None, None))
         elif short:
-            lacks.append(Lack(key, actor, at, len(short), min(short), max(short)))
+            lacks.append(Lack(*plan, len(short), min(short), max(short)))
         # Complete groups of an unsealed batch still wait, if the strategy decides whole batches.
         elif whole_batches and groups:
-            lacks.append(Lack(key, actor, at, len(groups), 0, 0))
+            lacks.append(Lack(*plan, len(groups), 0, 0))
     return lacks
 
 

@@ -140,17 +140,17 @@ class Lease:
     token: int = field(default=0, init=False)
 
     def __post_init__(self) -> None:
+        self.of = self.experiment, self.consumer
         self._watch = LeaseWatch(self.ttl_s)
 
     def take(self, tx: Transaction, seen: Held) -> bool:
         """Take the lease if it is as it was ``seen``, or ours; return whether it was."""
         tx.lock(self.experiment)
-        held = leases.holder(tx, self.experiment, self.consumer)
+        held = leases.holder(tx, *self.of)
         if held != seen and (held is None or held[0] != self.owner):
             return False
         ttl_us = int(self.ttl_s * 1e6)
-        key, name = self.experiment, self.consumer
-        self.token = leases.acquire(tx, key, name, owner=self.owner, now_us=now_us(), ttl_us=ttl_us)
+        self.token = leases.acquire(tx, *self.of, owner=self.owner, now_us=now_us(), ttl_us=ttl_us)
         return True
 
     def renew(self, tx: Transaction) -> None:
@@ -161,8 +161,7 @@ class Lease:
         """
         self.standing(tx)
         expires = now_us() + int(self.ttl_s * 1e6)  # as it is once the transaction has begun
-        key, name = self.experiment, self.consumer
-        leases.put(tx, key, name, owner=self.owner, token=self.token, expires_at_us=expires)
+        leases.put(tx, *self.of, owner=self.owner, token=self.token, expires_at_us=expires)
 
     def standing(self, tx: Transaction) -> leases.Standing:
         """Return the last committed step and the end of the log, if the lease is still held.
@@ -173,7 +172,11 @@ class Lease:
             LeaseLostError: another took it.
         """
         # An expired lease still counts as held, unless another process has taken it since.
-        return leases.require(tx, self.experiment, self.consumer, token=self.token)
+        return leases.require(tx, *self.of, token=self.token)
+
+    async def release(self) -> None:
+        """Give it back: another process may take it at once."""
+        await self.database.try_to_write(leases.release, *self.of, owner=self.owner)
 
 
 @dataclass(eq=False)
@@ -198,7 +201,7 @@ class StrategyLease(Lease):
     async def ask(self) -> bool:
         """Return whether this process decides; take the lease if no live process has it."""
         while not (self.is_held or self.alone):
-            held = await self.database.read(leases.holder, self.experiment, self.consumer)
+            held = await self.database.read(leases.holder, *self.of)
             if held is not None and held[0] == self.owner:
                 self.is_held, self.token = True, held[1]
             elif held is None or self._watch.is_free(held):
@@ -231,8 +234,7 @@ class StrategyLease(Lease):
                 "%s, and computed again. We lost the lease because this process was paused, or "
                 "`add` blocked it, for longer than lease_ttl_s=%g: if `add` takes so long, raise "
                 "that",
-                waiting.one_line(f"{why}"),
-                self.ttl_s,
+                *(waiting.one_line(f"{why}"), self.ttl_s),
             )
 
     @override
@@ -240,7 +242,7 @@ class StrategyLease(Lease):
         if self.alone:
             return leases.Standing(0, None)
         # By its owner: its token is in no event, so that who had it since may have left no trace.
-        return leases.require(tx, self.experiment, self.consumer, owner=self.owner)
+        return leases.require(tx, *self.of, owner=self.owner)
 
     def holder_text(self) -> str:
         """Return who decides in our place."""
@@ -259,12 +261,11 @@ class StrategyLease(Lease):
                 except errors.StoreError:
                     continue
 
+    @override
     async def release(self) -> None:
-        """Give it back, if it was taken."""
         if self._took:
             with anyio.CancelScope(shield=True):
-                named = (self.experiment, self.consumer)
-                await self.database.try_to_write(leases.release, *named, owner=self.owner)
+                await super().release()
 
 
 @dataclass(eq=False)
@@ -299,7 +300,7 @@ class TrainerLease(Lease):
         wait_for_it = waiting.ReportedWait(self.database, self.experiment, tell)
         while True:
             state = await self.database.changes.state()
-            held = await self.database.read(leases.holder, self.experiment, self.consumer)
+            held = await self.database.read(leases.holder, *self.of)
             who = "another process" if held is None else describe_owner(held[0])
             has_expired = held is not None and held[2] <= now_us()
             free = self._watch.is_free(held) or (has_expired and not wait)
@@ -329,8 +330,8 @@ class TrainerLease(Lease):
             LeaseLostError: a newer token exists.
             StoreError: another step is the last committed one.
         """
-        of = self.experiment if experiment is None else experiment
-        for key in sorted({of, self.experiment}):  # locks, always in one order
+        to = self.experiment if experiment is None else experiment
+        for key in sorted({to, self.experiment}):  # locks, always in one order
             tx.lock(key)
         last, end = self.standing(tx)
         if committed not in (None, last):  # by a call that was cancelled, and went on all the same
@@ -338,13 +339,12 @@ class TrainerLease(Lease):
                 f"trainer {self.consumer!r}: step {last} is the last committed one, where this "
                 f"commit follows step {committed}: open the stream again, it resumes from there"
             )
-        end = end if of == self.experiment else None
         ours = [(self.consumer, event) for event in events]
-        return log.append(tx, of, ours, last=end)
+        return log.append(tx, to, ours, last=end if to == self.experiment else None)
 
     async def is_held(self) -> bool:
         """Return whether no other process has taken over, by the store as it is now."""
-        held = await self.database.read(leases.holder, self.experiment, self.consumer)
+        held = await self.database.read(leases.holder, *self.of)
         return held is not None and held[1] == self.token
 
     async def keep(self) -> None:
@@ -365,16 +365,14 @@ class TrainerLease(Lease):
     @override
     def renew(self, tx: Transaction) -> None:
         super().renew(tx)
-        heartbeat = self.presence.due_row()
-        if heartbeat is not None:
+        if (heartbeat := self.presence.due_row()) is not None:
             leases.record_presence(tx, self.experiment, heartbeat)
 
+    @override
     async def release(self) -> None:
-        """Give the lease back; its holder is not there any more."""
         _OWNERS.discard(self.owner)  # also if it cannot be given back, it is free
         await self.presence.gone()
-        named = (self.experiment, self.consumer)
-        await self.database.try_to_write(leases.release, *named, owner=self.owner)
+        await super().release()
 
 
 @asynccontextmanager

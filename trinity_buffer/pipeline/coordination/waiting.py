@@ -179,8 +179,7 @@ class Presence:
     @property
     def due_s(self) -> float:
         """Seconds until the next heartbeat."""
-        never = self.database.read_only
-        return math.inf if never else max(0.0, self._next - time.monotonic())
+        return math.inf if self.database.read_only else max(0.0, self._next - time.monotonic())
 
     async def seen(self, *, at_once: bool = False) -> None:
         """Record a heartbeat if one is due or `waiting_for` has changed.
@@ -190,8 +189,7 @@ class Presence:
         Args:
             at_once: record the first heartbeat now, even if the process may end soon.
         """
-        row = self.due_row(at_once=at_once)
-        if row is not None:
+        if (row := self.due_row(at_once=at_once)) is not None:
             with suppress(errors.StoreBusyError):
                 await self.database.write(leases.record_presence, self.experiment, row)
 
@@ -223,10 +221,9 @@ class Presence:
     async def gone(self) -> None:
         """Remove the row; if the store cannot be reached, it expires by itself."""
         if self._started_at:
+            leave = leases.remove_presence
             with anyio.CancelScope(shield=True):
-                await self.database.try_to_write(
-                    leases.remove_presence, self.experiment, self._row()
-                )
+                await self.database.try_to_write(leave, self.experiment, self._row())
         self._started_at = 0
 
     async def keep_at_work(self, is_under_way: Callable[[], bool], every_s: float) -> None:
@@ -235,8 +232,7 @@ class Presence:
         Until cancelled, it looks every ``every_s`` seconds whether work is under way; the row of
         the role `AT_WORK` is removed when it is not.
         """
-        name = f"{self.role} {self.name}"
-        presence = Presence(self.database, self.experiment, AT_WORK, name)
+        presence = Presence(self.database, self.experiment, AT_WORK, f"{self.role} {self.name}")
         try:
             while True:
                 await anyio.sleep(min(every_s, SEEN_EVERY_S))
@@ -262,20 +258,11 @@ class Presence:
         """Return the heartbeat that is due and count it as sent; None if none is due."""
         due = time.monotonic() >= self._next or self.waiting_for != self._reported
         first = at_once and not self._started_at
-        if not (due or first) or self.database.read_only:
-            return None
-        return self.first()
+        return self.first() if (due or first) and not self.database.read_only else None
 
     def _row(self) -> PresenceRow:
-        return PresenceRow(
-            self.role,
-            self.name,
-            this_host(),
-            os.getpid(),
-            self._started_at,
-            now_us(),
-            self.waiting_for,
-        )
+        process, times = (this_host(), os.getpid()), (self._started_at, now_us())
+        return PresenceRow(self.role, self.name, *process, *times, self.waiting_for)
 
 
 def is_here(row: PresenceRow) -> bool:
@@ -396,9 +383,7 @@ def one_line(text: str) -> str:
     Log lines reach a terminal unchanged, and names, hosts and batches come from the store, where
     any SQL client may have put control sequences.
     """
-    return "".join(
-        character if character.isprintable() else ascii(character)[1:-1] for character in text
-    )
+    return "".join(of if of.isprintable() else ascii(of)[1:-1] for of in text)
 
 
 @dataclass(eq=False)
