@@ -11,18 +11,6 @@ from typing_extensions import override
 
 from trinity_buffer.algorithm.arguments import Registry
 
-PARTS: tuple[str, ...] = (
-    "add_strategy",
-    "advantage_fn",
-    "sample_strategy",
-    "policy_loss_fn",
-    "kl_penalty_fn",
-    "kl_loss_fn",
-    "entropy_loss_fn",
-    "importance_correction",
-)
-"""The parts of a recipe; arguments of one go by ``<part>_args``."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recipe:
@@ -87,6 +75,10 @@ class Recipe:
             args["add_strategy"] = {name: args.pop("advantage_fn")}
         repeated = config.get("rollouts_per_group", config.get("repeat_times"))
         return cls(rollouts_per_group=repeated, args=args, **parts)
+
+
+PARTS = tuple(f.name for f in fields(Recipe) if f.name not in ("rollouts_per_group", "args"))
+"""The parts of a recipe; arguments of one go by ``<part>_args``."""
 
 
 class ConstantMeta(ABCMeta):

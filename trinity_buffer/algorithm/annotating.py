@@ -43,9 +43,8 @@ class Problem:
 
     def error(self, user: str) -> InvalidExperienceError:
         """Return the error that says what ``user`` cannot use, and why."""
-        return InvalidExperienceError(
-            f"{self.culprit.eid.uid}: {user} cannot use it, its {self.text}"
-        )
+        uid = self.culprit.eid.uid
+        return InvalidExperienceError(f"{uid}: {user} cannot use it, its {self.text}")
 
 
 def annotate(experience: Experience, score: float) -> None:
@@ -95,9 +94,7 @@ class LastStepScores(group_scores.DeviationOptions):
         return run_exps
 
 
-def runs_of(
-    exps: Sequence[Experience], over: group_scores.Over = "runs"
-) -> group_scores.Runs | None:
+def runs_of(exps: Sequence[Experience], over: group_scores.Over) -> group_scores.Runs | None:
     """Return the number of the run of each of a group's rows; None where each counts for one."""
     return group_scores.numbered([e.eid.rid for e in exps]) if over == "runs" else None
 

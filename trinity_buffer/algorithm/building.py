@@ -172,9 +172,8 @@ class Algorithm:
     @property
     def needs_entropy(self) -> bool:
         """Whether the loss is not defined without the policy's entropy."""
-        return (
-            self.choices["entropy_loss_fn"].name != "none" and self.entropy_loss.entropy_coef != 0
-        )
+        is_there = self.choices["entropy_loss_fn"].name != "none"
+        return is_there and self.entropy_loss.entropy_coef != 0
 
     @property
     def needs_reference(self) -> bool:
@@ -328,20 +327,20 @@ def build(algorithm: str | type[AlgorithmType], **user: Any) -> Algorithm:
     kind = ALGORITHM_TYPE.get(algorithm) if isinstance(algorithm, str) else algorithm
     recipe = recipe_of(kind)
     choices = {}
-    for part in PARTS:
-        own = getattr(recipe, part)
+    for part in PARTS[1:]:  # all but the strategies, of which there may be several
+        own, args = getattr(recipe, part), user.get(f"{part}_args") or {}
         wanted = user.get(part, own)
         # An explicit None means "without it", which is not the recipe's default.
-        if wanted is None and part in user and part not in ("add_strategy", "advantage_fn"):
+        if wanted is None and part in user and part != "advantage_fn":
             wanted = "none"
             if wanted not in REGISTRY_OF[part].names():
                 raise InvalidArgumentError(f"{part}=None: every algorithm has one, name it")
-        if part != "add_strategy" and wanted is not None:
+        if wanted is not None:
             # Arguments of the recipe are tuned for its own class, not for another choice.
             tuned = recipe.args.get(part, {}) if wanted == own else {}
-            choices[part] = _chosen(part, wanted, tuned, user.get(f"{part}_args"))
-        if part != "add_strategy" and (wanted is None or choices[part].name == "none"):
-            _refuse_idle(kind, part, user.get(f"{part}_args") or {})
+            choices[part] = _chosen(part, wanted, tuned, args)
+        if wanted is None or choices[part].name == "none":
+            _refuse_idle(kind, part, args)
     mode = user.get("loss_agg_mode")
     policy = choices["policy_loss_fn"]
     if mode is not None and "loss_agg_mode" in arguments.declared_arguments(policy.cls):
@@ -423,29 +422,24 @@ def _refuse_idle(kind: type[AlgorithmType], part: str, args: Mapping[str, Any]) 
 
 def _strategies(chosen: Recipe, user: Mapping[str, Any]) -> tuple[Choice, ...]:
     """Return the choices for the strategies; arguments go by name if there are several."""
-    own = chosen.add_strategy
-    wanted = user.get("add_strategy", own)
+    part, own = "add_strategy", chosen.add_strategy
+    wanted = user.get(part, own)
     listed: Sequence[Any] = [wanted] if isinstance(wanted, str | type) else list(wanted or ())
-    args = dict(user.get("add_strategy_args") or {})
-    # The arguments of an only strategy need no name around them.
-    if len(listed) == 1:
-        args = {_name_of("add_strategy", listed[0]): args}
-    names = [_name_of("add_strategy", strategy) for strategy in listed]
+    names = [_name_of(part, strategy) for strategy in listed]
     if len(set(names)) < len(names):
         raise InvalidArgumentError(f"add_strategy: {'+'.join(names)} names one of them twice")
+    args = dict(user.get("add_strategy_args") or {})
+    # The arguments of an only strategy need no name around them.
+    args = {names[0]: args} if len(names) == 1 else args
     arguments.refuse_unknown("add_strategy_args", args, names)
-    recipe = chosen.args.get("add_strategy", {})
+    tuned = {name: chosen.args.get(part, {}).get(name, {}) for name in own}
     return tuple(
-        _chosen(
-            "add_strategy", strategy, recipe.get(name, {}) if name in own else {}, args.get(name)
-        )
+        _chosen(part, strategy, tuned.get(name, {}), args.get(name) or {})
         for name, strategy in zip(names, listed, strict=True)
     )
 
 
-def _chosen(
-    part: str, wanted: Any, recipe: Mapping[str, Any], own: Mapping[str, Any] | None
-) -> Choice:
+def _chosen(part: str, wanted: Any, recipe: Mapping[str, Any], own: Mapping[str, Any]) -> Choice:
     """Return a choice whose arguments were decided: signature < tuned < recipe < user."""
     cls = REGISTRY_OF[part].get(wanted) if isinstance(wanted, str) else wanted
     if not (isinstance(cls, type) and hasattr(cls, "default_args")):
@@ -456,16 +450,14 @@ def _chosen(
     name = _name_of(part, wanted)
     defaults: Arguments = cls.default_args()
     # The order is the rule: what comes later wins.
-    args = defaults | dict(recipe) | dict(own or {})
+    chosen = {**recipe, **own}
+    args = defaults | chosen
     taken = arguments.declared_arguments(cls)
     accepted = (taken.keys() | defaults.keys()) - RUN_TIME
-    arguments.refuse_unknown(f"{part} {name!r}", {**recipe, **(own or {})}, accepted)
+    arguments.refuse_unknown(f"{part} {name!r}", chosen, accepted)
     # Found here, by name: the constructor would name the class and a position.
-    missing = [
-        n
-        for n in taken
-        if taken[n].default is arguments.REQUIRED and n not in args and n not in RUN_TIME
-    ]
+    required = [n for n, parameter in taken.items() if parameter.default is arguments.REQUIRED]
+    missing = [n for n in required if n not in args and n not in RUN_TIME]
     if missing:
         raise InvalidArgumentError(
             f"{part} {name!r} needs {', '.join(missing)}: give {part}_args={{{missing[0]!r}: ...}}"

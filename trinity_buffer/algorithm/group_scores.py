@@ -400,6 +400,10 @@ class WholeUnits:
     over: Over = "rows"
     deciding: ClassVar[tuple[str, ...]] = ()
 
+    def needs_of(self, exps: Sequence[Any]) -> Sequence[str]:
+        """Return the fields without which a member of the group ``exps`` cannot be scored."""
+        return self.needs
+
     @classmethod
     def unit_for(cls, **arguments: Any) -> Unit:
         """Return the unit that an instance with these constructor arguments needs."""

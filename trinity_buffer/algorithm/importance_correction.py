@@ -66,10 +66,8 @@ class ImportanceCorrection(Configured, ABC):
             )
         # Weights are data. Through them the loss would learn to make its own weight small.
         with torch.no_grad():
-            old, rollout = (
-                functional.keep(action_mask, old_logprob),
-                functional.keep(action_mask, rollout_logprob),
-            )
+            old = functional.keep(action_mask, old_logprob)
+            rollout = functional.keep(action_mask, rollout_logprob)
             difference = functional.log_ratio(old, rollout)
             if self.by_sequence:
                 summed = functional.row_sums((old - rollout) * (action_mask != 0), layout)
@@ -78,14 +76,12 @@ class ImportanceCorrection(Configured, ABC):
                 difference = functional.spread(limited, difference, layout)
             ratio = difference.exp()
             weights = functional.keep(action_mask, self.weigh(ratio))
-            metrics = {
-                "rollout_is/weight": functional.masked_mean(weights, action_mask),
-                "rollout_is/changed_frac": functional.masked_mean(
-                    (weights != ratio).to(ratio), action_mask
-                ),
-                "rollout_is/kl": functional.masked_mean(rollout - old, action_mask),
+            changed = (weights != ratio).to(ratio)
+            logged = {"weight": weights, "changed_frac": changed, "kl": rollout - old}
+            return weights, {
+                f"rollout_is/{name}": functional.masked_mean(values, action_mask)
+                for name, values in logged.items()
             }
-        return weights, metrics
 
 
 IMPORTANCE_CORRECTION: Registry[type[ImportanceCorrection]] = Registry("importance_correction")

@@ -139,10 +139,8 @@ def of_trainer(
     return TrainerCounts(row.name, of, rows, ready, delivered - committed, committed, rejected)
 
 
-_ROWS_FROM = Statement(
-    "SELECT count(*) FROM annotation "
-    "WHERE experiment = :of AND consumer = :by AND address >= :start"
-)
+_ANNOTATIONS = "FROM annotation WHERE experiment = :of AND consumer = :by AND address >= :start"
+_ROWS_FROM = Statement(f"SELECT count(*) {_ANNOTATIONS}")
 # Rows of the set that a trainer rejected before their turn.
 _LEFT_OUT = Statement(
     "SELECT count(*) FROM rejection r WHERE r.experiment = :of AND r.consumer = :by "
@@ -183,22 +181,20 @@ _UNREWARDED = Statement(
 )
 
 
-def open_groups(
-    tx: Transaction, experiment: int, strategy: ConsumerRow
-) -> dict[str, dict[str, int]]:
+def open_groups(tx: Transaction, experiment: int, row: ConsumerRow) -> dict[str, dict[str, int]]:
     """Return batch -> task -> stored runs, of groups that a strategy has not decided.
 
     Of waiting and of unseen rows, up to some thousand each: a strategy that has decided nothing
     has not moved its cursor, however much it has read.
     """
-    most, up_to = sizes.waiting_rows_per_page, strategy.cursor
+    most, up_to = sizes.waiting_rows_per_page, row.cursor
     mine, behind = (tx, experiment), first_address(up_to + 1) - 1
-    seen = writer_queries.waiting_addresses(*mine, strategy.name, after=-1, up_to=up_to, limit=most)
+    seen = writer_queries.waiting_addresses(*mine, row.name, after=-1, up_to=up_to, limit=most)
     rows = writer_queries.experience_rows(*mine, seen)
     rows += writer_queries.experiences(*mine, writer_queries.Filter(), after=behind, limit=most)
     runs_of: dict[str, dict[str, set[int]]] = {}
-    for batch, task, run in ((row.eid.batch, row.eid.task, row.eid.run) for row in rows):
-        runs_of.setdefault(str(batch), {}).setdefault(str(task), set()).add(run)
+    for eid in (experience.eid for experience in rows):
+        runs_of.setdefault(str(eid.batch), {}).setdefault(str(eid.task), set()).add(eid.run)
     return {key: {task: len(runs) for task, runs in own.items()} for key, own in runs_of.items()}
 
 
@@ -228,7 +224,4 @@ def first_row(tx: Transaction, experiment: int, annotation_set: str, start: int)
     return None if address is None else position_of(int(address))
 
 
-_FIRST_ROW = Statement(
-    "SELECT min(address) FROM annotation "
-    "WHERE experiment = :of AND consumer = :by AND address >= :start"
-)
+_FIRST_ROW = Statement(f"SELECT min(address) {_ANNOTATIONS}")

@@ -275,10 +275,9 @@ def _decide(tx: Transaction, experiment: int, fact: Decided) -> None:
             )
 
 
-_CURSOR = Statement("SELECT cursor, calls FROM consumer WHERE experiment = :of AND name = :by")
-_SEE = Statement(
-    "UPDATE consumer SET cursor = :to, calls = :called WHERE experiment = :of AND name = :by"
-)
+_STRATEGY = "WHERE experiment = :of AND name = :by"
+_CURSOR = Statement(f"SELECT cursor, calls FROM consumer {_STRATEGY}")
+_SEE = Statement(f"UPDATE consumer SET cursor = :to, calls = :called {_STRATEGY}")
 _PASSED_OVER = (
     "INSERT INTO waiting (experiment, consumer, address) SELECT experiment, :by, address "
     "FROM experience WHERE experiment = :of AND address >= :start AND address < :end "

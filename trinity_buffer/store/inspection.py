@@ -142,9 +142,10 @@ def deliveries(
     return _DELIVERIES.fetch_all(tx, of=experiment, **wanted)
 
 
+_OF_THESE = "WHERE experiment = :of AND consumer IN TEXTS(:by) AND address IN INTS(:addresses)"
 _DELIVERIES = Statement(
-    "SELECT consumer, address, step FROM delivery WHERE experiment = :of AND source = :source "
-    "AND consumer IN TEXTS(:by) AND address IN INTS(:addresses) ORDER BY consumer, step"
+    f"SELECT consumer, address, step FROM delivery {_OF_THESE} AND source = :source "
+    "ORDER BY consumer, step"
 )
 
 
@@ -165,8 +166,7 @@ def rejections(
     return list(map(RejectedRow._make, rows))
 
 
-_REJECTED = "SELECT consumer, address, reason, position FROM rejection WHERE experiment = :of"
-_OF_THESE = "AND consumer IN TEXTS(:by) AND address IN INTS(:addresses)"
+_REJECTED = "SELECT consumer, address, reason, position FROM rejection"
 _REJECTIONS = Statement(f"{_REJECTED} {_OF_THESE} ORDER BY consumer, address")
 
 
@@ -177,7 +177,7 @@ def still_waiting(
     return set(_WAITING.fetch_all(tx, of=experiment, by=strategies, addresses=addresses))
 
 
-_WAITING = Statement(f"SELECT consumer, address FROM waiting WHERE experiment = :of {_OF_THESE}")
+_WAITING = Statement(f"SELECT consumer, address FROM waiting {_OF_THESE}")
 
 
 def rejected(
@@ -207,9 +207,10 @@ _FOR = (
 )
 # By the event that rejected: a group that was long incomplete is rejected after newer ones.
 _REJECTED_FOR = Statement(
-    f"{_REJECTED} AND consumer = :by {_FOR.format('reason')} AND (position, address) < "
-    "(coalesce((SELECT position FROM rejection WHERE experiment = :of AND consumer = :by "
-    "AND address = :before), :before), :before) ORDER BY position DESC, address DESC LIMIT :most"
+    f"{_REJECTED} WHERE experiment = :of AND consumer = :by {_FOR.format('reason')} "
+    "AND (position, address) < (coalesce((SELECT position FROM rejection WHERE experiment = :of "
+    "AND consumer = :by AND address = :before), :before), :before) "
+    "ORDER BY position DESC, address DESC LIMIT :most"
 )
 _REFUSED_FOR = Statement(
     f"SELECT '{writer_queries.DOOR}', address, refused, address >> {SLOT_BITS} FROM experience "
@@ -247,6 +248,4 @@ def annotated_experiences(
     return dict(_EXPERIENCES.fetch_all(tx, of=experiment, by=sets, addresses=addresses))
 
 
-_EXPERIENCES = Statement(
-    f"SELECT address, experience FROM annotation WHERE experiment = :of {_OF_THESE}"
-)
+_EXPERIENCES = Statement(f"SELECT address, experience FROM annotation {_OF_THESE}")

@@ -176,7 +176,8 @@ def read_after(
     return events
 
 
-_STORED = "SELECT position, kind, actor, recorded_at, body, head FROM event WHERE experiment = :of"
+_EVENTS = "FROM event WHERE experiment = :of"
+_STORED = f"SELECT position, kind, actor, recorded_at, body, head {_EVENTS}"
 
 
 @cache
@@ -193,13 +194,12 @@ def _after(kinds: int | None, is_rare: bool, bounded: bool) -> Statement:  # noq
         wanted = "" if kinds is None else wanted
         return Statement(f"{_STORED} AND {span}{wanted} ORDER BY position LIMIT :most")
     each = (
-        f"SELECT position FROM (SELECT position FROM event WHERE experiment = :of AND {span} "
+        f"SELECT position FROM (SELECT position {_EVENTS} AND {span} "
         f"AND {NOT_FREQUENT} AND kind = {kind} ORDER BY position LIMIT :most) AS of{kind[1:]}"
         for kind in named
     )
-    first = (
-        f"SELECT position FROM ({' UNION ALL '.join(each)}) AS rare ORDER BY position LIMIT :most"
-    )
+    rare = " UNION ALL ".join(each)
+    first = f"SELECT position FROM ({rare}) AS rare ORDER BY position LIMIT :most"
     # Of a subquery PostgreSQL may make a join with every event; of an array it looks up each.
     return Statement(
         f"{_STORED} AND position IN ({first}) ORDER BY position",
@@ -229,10 +229,7 @@ def recorded_at(tx: Transaction, experiment: int, positions: Sequence[int]) -> d
     return {int(position): int(at) for position, at in rows}
 
 
-_RECORDED_AT = Statement(
-    "SELECT position, recorded_at FROM event "
-    "WHERE experiment = :of AND position IN INTS(:positions)"
-)
+_RECORDED_AT = Statement(f"SELECT position, recorded_at {_EVENTS} AND position IN INTS(:positions)")
 
 
 def find_experiment(tx: Transaction, name: str) -> int | None:

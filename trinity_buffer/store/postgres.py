@@ -68,14 +68,6 @@ LOOKS_FOR_A_POOLER = 3
 KEPT_CONNECTIONS = 4
 MORE_CONNECTIONS = 8
 
-# The kernel notices within half a minute that a peer has vanished.
-_ALIVE = {
-    "keepalives_idle": 10,
-    "keepalives_interval": 5,
-    "keepalives_count": 4,
-    "tcp_user_timeout": 30_000,
-}
-
 _PASSING = frozenset({"57P01", "57P02", "57P03", "57P05", "25P03", "25P04", "53300"})
 """SQLSTATE of a shutdown, a start, a connection that was idle for too long, and of too many."""
 
@@ -106,7 +98,11 @@ def connect(url: URL) -> psycopg.Connection[Any]:
     try:
         driver: psycopg.Connection[Any] = library.connect(
             **arguments,
-            **_ALIVE,
+            # The kernel notices within half a minute that a peer has vanished.
+            keepalives_idle=10,
+            keepalives_interval=5,
+            keepalives_count=4,
+            tcp_user_timeout=30_000,
             autocommit=True,
             cursor_factory=library.RawCursor,
             application_name=application_name(),

@@ -222,9 +222,7 @@ def held_segments(tx: Transaction, experiment: int, *, after: int, limit: int) -
 # The first address of each event with experiences, in order; then their segments. A count and not
 # an EXISTS, of which PostgreSQL makes a join: the heads must stay in order.
 _NEXT_EVENT = f"(heads.address / {MAX_ROWS_PER_EVENT} + 1) * {MAX_ROWS_PER_EVENT}"
-_SEGMENT = (
-    "(SELECT e.segment FROM experience e WHERE e.experiment = :of AND e.address = heads.address)"
-)
+_SEGMENT = "(SELECT segment FROM experience WHERE experiment = :of AND address = heads.address)"
 _HELD = Statement(
     "WITH RECURSIVE heads(address, ordinal) AS ("
     "SELECT min(e.address), 1 FROM experience e WHERE e.experiment = :of AND e.address > :after "

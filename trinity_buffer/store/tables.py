@@ -77,13 +77,8 @@ event = _of_experiment(
     Column("head", LargeBinary),
     CheckConstraint("position >= 1", name="position"),
     CheckConstraint("kind <> ''", name="kind"),
-    Index(
-        "ix_event_kind",
-        "experiment",
-        "kind",
-        "position",
-        sqlite_where=text(NOT_FREQUENT),  # on PostgreSQL too, see `schema.create`
-    ),
+    # `schema.create` says on PostgreSQL where, too
+    Index("ix_event_kind", "experiment", "kind", "position", sqlite_where=text(NOT_FREQUENT)),
 )
 
 # The key is random within its millisecond and not the position: on PostgreSQL the big rows are
@@ -106,6 +101,8 @@ configuration = _of_experiment(
     Column("finished", Boolean, nullable=False),
 )
 
+_NOT_SEALED = text("sealed_at IS NULL")
+
 batch = _of_experiment(
     "batch",
     _key("batch", Text),
@@ -118,13 +115,8 @@ batch = _of_experiment(
     Column("planned_groups", BigInteger),  # None: never planned
     # planned rollouts that are stored; None before the seal, until when it is counted when asked
     Column("stored_rollouts", BigInteger),
-    Index(
-        "ix_batch_open",
-        "experiment",
-        "planned_at",
-        "actor",
-        sqlite_where=text("sealed_at IS NULL"),  # on PostgreSQL too, see `schema.create`
-    ),
+    # there too
+    Index("ix_batch_open", "experiment", "planned_at", "actor", sqlite_where=_NOT_SEALED),
 )
 
 plan = _of_experiment(
@@ -261,8 +253,7 @@ lease = _of_experiment(
     "lease",
     _key("consumer", Text),
     Column("owner", Text, nullable=False),
-    Column("token", BigInteger, nullable=False),
-    Column("expires_at", BigInteger, nullable=False),  # microseconds since 1970
+    *_required(BigInteger, "token", "expires_at"),  # the latter in microseconds since 1970
 )
 
 # Heartbeats of processes, so that a wait can name the one that would end it.
@@ -272,8 +263,7 @@ presence = _of_experiment(
     _key("name", Text),
     _key("host", Text),
     _key("pid"),
-    Column("started_at", BigInteger, nullable=False),  # microseconds since 1970
-    Column("last_seen", BigInteger, nullable=False),  # likewise
+    *_required(BigInteger, "started_at", "last_seen"),  # microseconds since 1970
     Column("waiting_for", Text),  # None: it waits for nothing
 )
 

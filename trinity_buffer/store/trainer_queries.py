@@ -219,12 +219,8 @@ def backlog(tx: Transaction, experiment: int, trainer: str) -> Backlog:
         totals = {int(number): int(groups) for number, groups, _ in so_far}
         delivered, committed = totals.get(leased, 0), totals.get(done, 0)
     newest = writer_queries.newest_policy(tx, experiment, trainer)
-    return Backlog(
-        planned - rejected - delivered,
-        planned - rejected - committed,
-        newest[0] if newest else 0,
-        row.committed_step if row is not None else 0,
-    )
+    published, last = newest[0] if newest else 0, row.committed_step if row is not None else 0
+    return Backlog(planned - rejected - delivered, planned - rejected - committed, published, last)
 
 
 SO_FAR = Statement(

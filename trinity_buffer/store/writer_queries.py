@@ -12,6 +12,7 @@ from trinity_buffer.identity import EID, Key
 from trinity_buffer.options import renamed
 from trinity_buffer.store import counters, fold, log
 from trinity_buffer.store import rows as store_rows
+from trinity_buffer.store.rows import BatchRow, ConsumerRow, ExperienceRow
 from trinity_buffer.store.transaction import Statement, Transaction, one_statement
 
 DOOR = "door"
@@ -100,14 +101,12 @@ _SETTLED = in_batch(
 _IN_BATCH = in_batch("count(address)", "", " AND refused IS DISTINCT FROM 'late'")
 
 
-def batch_row(tx: Transaction, experiment: int, key: Key) -> store_rows.BatchRow | None:
+def batch_row(tx: Transaction, experiment: int, key: Key) -> BatchRow | None:
     """Return the batch with its planned tasks, or None if it was neither planned nor sealed."""
     return batches(tx, experiment, [str(key)]).get(str(key))
 
 
-def batches(
-    tx: Transaction, experiment: int, keys: Sequence[str]
-) -> dict[str, store_rows.BatchRow]:
+def batches(tx: Transaction, experiment: int, keys: Sequence[str]) -> dict[str, BatchRow]:
     """Return those of the batches ``keys`` that were planned or sealed."""
     rows = _BATCHES.fetch_all(tx, of=experiment, batches=keys)
     tasks: dict[str, list[Key]] = {}
@@ -117,27 +116,17 @@ def batches(
         for _, key, task, is_int in sorted(plans):
             tasks.setdefault(key, []).append(store_rows.typed(task, is_int=is_int))
     return {
-        key: store_rows.BatchRow(
-            store_rows.typed(key, is_int=is_int),
-            actor,
-            size,
-            planned,
-            sealed,
-            expected,
-            tuple(tasks.get(key, ())),
-        )
-        for key, is_int, actor, size, planned, sealed, expected in rows
+        key: BatchRow(*(store_rows.typed(key, is_int=is_int), *others, tuple(tasks.get(key, ()))))
+        for key, is_int, *others in rows
     }
 
 
+_OF_THESE = "WHERE experiment = :of AND batch IN TEXTS(:batches)"
 _BATCHES = Statement(
     "SELECT batch, batch_is_int, actor, rollouts_per_group, planned_at, sealed_at, expected "
-    "FROM batch WHERE experiment = :of AND batch IN TEXTS(:batches)"
+    f"FROM batch {_OF_THESE}"
 )
-_TASKS = Statement(
-    "SELECT ordinal, batch, task, task_is_int FROM plan "
-    "WHERE experiment = :of AND batch IN TEXTS(:batches)"
-)
+_TASKS = Statement(f"SELECT ordinal, batch, task, task_is_int FROM plan {_OF_THESE}")
 
 
 def batches_of_actor(tx: Transaction, experiment: int, actor: str) -> tuple[int, list[str]]:
@@ -182,14 +171,14 @@ def count_in_batch(tx: Transaction, experiment: int, key: Key) -> int:
     return int(_IN_BATCH.value(tx, of=experiment, batch=str(key)))
 
 
-def consumers(tx: Transaction, experiment: int) -> dict[str, store_rows.ConsumerRow]:
+def consumers(tx: Transaction, experiment: int) -> dict[str, ConsumerRow]:
     """Return all consumers of the experiment."""
     rows = map(store_rows.read_consumer, _CONSUMERS.fetch_all(tx, of=experiment))
     return {row.name: row for row in rows}
 
 
 @one_statement
-def consumer_row(tx: Transaction, experiment: int, name: str) -> store_rows.ConsumerRow | None:
+def consumer_row(tx: Transaction, experiment: int, name: str) -> ConsumerRow | None:
     """Return one consumer, or None."""
     rows = _CONSUMER.fetch_all(tx, of=experiment, by=name)
     return store_rows.read_consumer(rows[0]) if rows else None
@@ -200,9 +189,7 @@ _CONSUMERS = Statement(f"{_COLUMNS_OF_CONSUMER} ORDER BY name")
 _CONSUMER = Statement(f"{_COLUMNS_OF_CONSUMER} AND name = :by")
 
 
-def registered(
-    tx: Transaction, experiment: int, name: str, event: NewEvent
-) -> store_rows.ConsumerRow:
+def registered(tx: Transaction, experiment: int, name: str, event: NewEvent) -> ConsumerRow:
     """Return the consumer ``name``; append the event that registers it if it is new.
 
     Raises:
@@ -253,16 +240,14 @@ _LAST_RECORDED = Statement("SELECT max(address) FROM experience WHERE experiment
 
 def experience_rows(
     tx: Transaction, experiment: int, addresses: Sequence[int]
-) -> list[store_rows.ExperienceRow]:
+) -> list[ExperienceRow]:
     """Return the experiences at ``addresses``, in order of address."""
     rows = _AT.fetch_all(tx, of=experiment, addresses=addresses)
     return list(map(store_rows.experience_row, rows))
 
 
 @one_statement
-def rows_of_event(
-    tx: Transaction, experiment: int, position: int
-) -> list[store_rows.ExperienceRow]:
+def rows_of_event(tx: Transaction, experiment: int, position: int) -> list[ExperienceRow]:
     """Return the experiences that the event at ``position`` recorded."""
     first, end = map(store_rows.first_address, (position, position + 1))
     rows = _OF_EVENT.fetch_all(tx, of=experiment, first=first, end=end)
@@ -377,7 +362,7 @@ _NEWEST_VERSION = Statement(
 
 def experiences(
     tx: Transaction, experiment: int, wanted: Filter, *, after: int, limit: int
-) -> list[store_rows.ExperienceRow]:
+) -> list[ExperienceRow]:
     """Return up to ``limit`` experiences with an address above ``after``, in order of address."""
     values = asdict(wanted) | {"of": experiment, "after": after, "most": limit}
     conditions = [_CONDITIONS[name] for name in _CONDITIONS if values[name] is not None]

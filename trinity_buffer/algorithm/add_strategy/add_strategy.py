@@ -144,10 +144,6 @@ class GroupAdvantageStrategy(AddStrategy):
         Members that are not returned are rejected, for the reason `left_out`.
         """
 
-    def needs_of(self, exps: Sequence[Experience]) -> Sequence[str]:
-        """Return the fields without which a member of the group ``exps`` cannot be scored."""
-        return self.needs
-
     @override
     async def add(self, exps: list[Experience], step: int) -> tuple[int, dict[str, Any]]:
         """Score all groups, then write them one by one, in order of first appearance."""

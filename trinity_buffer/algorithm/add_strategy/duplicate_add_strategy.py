@@ -47,11 +47,7 @@ class DuplicateInformativeAddStrategy(RewardVarianceAddStrategy):
     """
 
     unit: ClassVar[Literal["group", "batch"]] = "batch"
-    reference_args = {
-        **RewardVarianceAddStrategy.reference_args,
-        "copy_ids": "offset",
-        "seed": None,
-    }
+    reference_args = dict(RewardVarianceAddStrategy.reference_args, copy_ids="offset", seed=None)
 
     _: KW_ONLY
     exact_size: bool = False

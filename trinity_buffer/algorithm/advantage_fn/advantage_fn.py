@@ -117,10 +117,6 @@ class GroupAdvantage(CountsOver, PipelineAdvantage):
         """Return the groups by their id, in order of first appearance: the runs of each task."""
         return group_by(exps, "task")
 
-    def needs_of(self, exps: Sequence[Experience]) -> Sequence[str]:
-        """Return the fields without which a member of the group ``exps`` cannot be scored."""
-        return self.needs
-
     @override
     def problems(self, exps: Sequence[Experience]) -> Iterator[Problem]:
         """Yield what keeps experiences from being scored, group by group.

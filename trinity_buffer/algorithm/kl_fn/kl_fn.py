@@ -159,16 +159,29 @@ class KLFn(Configured, ABC):
 KL_FN: Registry[type[KLFn]] = Registry("kl_fn")
 
 
-@KL_FN.register_module("none")
-class DummyKLFn(KLFn):
-    """No divergence: a loss of 0, rewards as they are."""
+class _OfRatio(KLFn):
+    """A function of ``logprob - ref_logprob`` alone."""
+
+    @abstractmethod
+    def of_ratio(self, log_ratio: Tensor) -> Tensor:
+        """Return the divergence of each token."""
 
     @override
     def calculate_kl(
         self, logprob: Tensor, ref_logprob: Tensor, old_logprob: Tensor | None = None
     ) -> Tensor:
+        """Return that of the log-ratio."""
+        return self.of_ratio(logprob - ref_logprob)
+
+
+@KL_FN.register_module("none")
+class DummyKLFn(_OfRatio):
+    """No divergence: a loss of 0, rewards as they are."""
+
+    @override
+    def of_ratio(self, log_ratio: Tensor) -> Tensor:
         """Return zeros."""
-        return torch.zeros_like(logprob)
+        return torch.zeros_like(log_ratio)
 
     @override
     def calculate_kl_loss(self, logprob: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Metrics]:
@@ -183,21 +196,6 @@ class DummyKLFn(KLFn):
         columns = as_mapping(batch)
         columns["token_level_rewards"] = _tensor(columns, "token_level_scores")
         return batch, {}
-
-
-class _OfRatio(KLFn):
-    """A function of ``logprob - ref_logprob`` alone."""
-
-    @abstractmethod
-    def of_ratio(self, log_ratio: Tensor) -> Tensor:
-        """Return the divergence of each token."""
-
-    @override
-    def calculate_kl(
-        self, logprob: Tensor, ref_logprob: Tensor, old_logprob: Tensor | None = None
-    ) -> Tensor:
-        """Return that of the log-ratio."""
-        return self.of_ratio(logprob - ref_logprob)
 
 
 @KL_FN.register_module("k1")

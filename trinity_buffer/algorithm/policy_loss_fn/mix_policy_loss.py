@@ -64,13 +64,9 @@ class TwoKindsLossFn(policy_loss_fn.PolicyLossFn):
     @override
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.usual = PPOPolicyLossFn(
-            "trinity",
-            self.clip_range,
-            self.clip_range_low,
-            self.clip_range_high,
-            loss_agg_mode=aggregation_mode(self.grpo_loss_agg_mode, self.loss_agg_mode),
-        )
+        limits = (self.clip_range, self.clip_range_low, self.clip_range_high)
+        mode = aggregation_mode(self.grpo_loss_agg_mode, self.loss_agg_mode)
+        self.usual = PPOPolicyLossFn("trinity", *limits, loss_agg_mode=mode)
         mode = aggregation_mode(self.sft_loss_agg_mode, self.loss_agg_mode)
         self.expert: policy_loss_fn.LikelihoodLossFn = SFTLossFn("trinity", mode)
         for name in ("train_batch_size_usual", "train_batch_size_expert"):

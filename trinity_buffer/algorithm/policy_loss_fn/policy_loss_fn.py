@@ -228,15 +228,10 @@ class ComparingLossFn(PolicyLossFn):
     ) -> LossAndMetrics:
         """Return the loss; inputs ``[B, T]``, or ``[T]`` packed."""
         # Masked before any arithmetic: a NaN behind the mask must not reach the gradient.
-        tokens = Tokens(
-            functional.keep(action_mask, logprob),
-            functional.keep(action_mask, old_logprob),
-            functional.keep(action_mask, advantages),
-            action_mask,
-            layout,
-            advantages,
-        )
-        return self.loss_of(tokens)
+        own = functional.keep(action_mask, logprob)
+        old = functional.keep(action_mask, old_logprob)
+        scores = functional.keep(action_mask, advantages)
+        return self.loss_of(Tokens(own, old, scores, action_mask, layout, advantages))
 
 
 class TokenLossFn(ComparingLossFn, AggregatedLossFn):

@@ -222,25 +222,40 @@ async def restore(
     Raises:
         InvalidArgumentError: a file is not there, or is not the one that was written.
     """
-    database, key = experiment.database, experiment.key
-    archives = await database.read(segments.archives, key)
-    files: list[str] = []
-    segments_back = bytes_back = 0
+    archives = await experiment.database.read(segments.archives, experiment.key)
+    files, bytes_back = list[str](), 0
     # File by file: what one holds is in memory as a whole until it is stored.
     for number, (position, keys) in enumerate(archives.items()):
         progress("restore", number, len(archives))
-        (stored,) = await database.read(log.read_at, key, [position])
-        archive = fact_at(experiment.name, stored, events.SegmentsArchived)
-        path = Path(str(archive.uri)) if folder is None else folder / Path(str(archive.uri)).name
-        put = partial(_put, database.segments, path, archive.digest, keys)
-        rows = await anyio.to_thread.run_sync(put)
-        files.append(str(archive.uri))
-        event = new_event(events.SegmentsRestored(segments=keys))
-        await database.write(_take_back, database.segments, key, keys, rows, event, actor)
-        segments_back += len(keys)
-        bytes_back += sum(len(piece) for row in rows for piece in row.data)
+        file, size = await _restore_file(experiment, position, keys, folder, actor)
+        files.append(file)
+        bytes_back += size
     progress("restore", len(archives), len(archives))
-    return RestoreReport(segments_back, bytes_back, tuple(files))
+    return RestoreReport(sum(map(len, archives.values())), bytes_back, tuple(files))
+
+
+async def _restore_file(
+    experiment: Experiment, position: int, keys: list[bytes], folder: Path | None, actor: str
+) -> tuple[str, int]:
+    """Bring back what the event at a position archived; return its file, and how many bytes."""
+    database, key, store = experiment.database, experiment.key, experiment.database.segments
+    (stored,) = await database.read(log.read_at, key, [position])
+    archive = fact_at(experiment.name, stored, events.SegmentsArchived)
+    file = Path(str(archive.uri))
+    path = file if folder is None else folder / file.name
+    rows = await anyio.to_thread.run_sync(partial(_put, store, path, archive.digest, keys))
+    event = new_event(events.SegmentsRestored(segments=keys))
+
+    def take_back(tx: Transaction) -> None:
+        tx.lock(key)
+        # Under the lock, as in `_delete`: what another process has restored is there already.
+        if len(segments.archived_at(tx, keys)) < len(keys):
+            raise StoreError("another process has restored some of these segments: run it again")
+        log.append(tx, key, [(actor, event)])
+        store.attach(tx, rows)
+
+    await database.write(take_back)
+    return str(archive.uri), sum(len(piece) for row in rows for piece in row.data)
 
 
 def _put(
@@ -264,20 +279,3 @@ def _put(
         for key, families in blobs.items()
         for row in store.put(key, {family: [blob] for family, blob in families.items()})
     ]
-
-
-def _take_back(
-    tx: Transaction,
-    store: SegmentStore,
-    experiment: int,
-    keys: Sequence[bytes],
-    rows: Sequence[SegmentRow],
-    event: events.NewEvent,
-    actor: str,
-) -> None:
-    tx.lock(experiment)
-    # Under the lock, as in `_delete`: what another process has restored is there already.
-    if len(segments.archived_at(tx, keys)) < len(keys):
-        raise StoreError("another process has restored some of these segments: run it again")
-    log.append(tx, experiment, [(actor, event)])
-    store.attach(tx, rows)

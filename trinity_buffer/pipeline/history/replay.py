@@ -97,10 +97,8 @@ async def replayed_steps(
                 )
             if len(manifests.rows_by_rank(manifest)) != world_size:
                 order, plans = plan_again(world_size, manifest, rows, range(len(manifest.groups)))
-                manifest, rows = (
-                    manifests.repartitioned(manifest, order, plans),
-                    rows.reordered(order),
-                )
+                manifest = manifests.repartitioned(manifest, order, plans)
+                rows = rows.reordered(order)
             part = partial(collate_step, rank=rank, world=world_size)
             yield replace(
                 await anyio.to_thread.run_sync(part, manifest, rows, mover, memory),

@@ -506,10 +506,8 @@ async def _damaged_segments(
     """Return the damaged segments, except those that were archived, maybe just now."""
     archived = set(audit.archived)
     if not archived.issuperset(key for key, _ in problems):
-        database, key = experiment.database, experiment.key
-        async for _, fact in projections.facts_of(
-            database, key, events.SegmentsArchived, after=head
-        ):
+        of, kind = (experiment.database, experiment.key), events.SegmentsArchived
+        async for _, fact in projections.facts_of(*of, kind, after=head):
             archived.update(fact.segments)
     return [problem for key, problem in problems if key not in archived]
 
