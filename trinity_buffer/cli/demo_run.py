@@ -20,7 +20,7 @@ from rich.table import Table
 from rich.text import Text
 
 from trinity_buffer.cli import run_config
-from trinity_buffer.cli.options import make_folder, make_folder_of
+from trinity_buffer.cli.options import make_folder, make_folder_of, path_of
 from trinity_buffer.cli.output import Terminal, progress, shown
 from trinity_buffer.cli.roles import device_here, explore
 from trinity_buffer.cli.run_backends import backend_for, require_policies, require_run, task_of
@@ -171,8 +171,8 @@ def demo_place(store: str | None, name: str) -> tuple[str, Path]:
     base = Path("runs") / name
     if store is None:
         return f"sqlite:///{base}.db", base
-    plain = store.removeprefix("sqlite:///")
-    return store, base if "://" in plain else Path(plain).expanduser().with_suffix("")
+    path = path_of(store)
+    return store, base if path is None else path.with_suffix("")
 
 
 def figures(lines: Sequence[StepLine]) -> dict[str, str]:

@@ -168,10 +168,8 @@ async def show(
     by_token = await questions.tokens(source, view.uid, annotation_set=annotation_set)
     texts = await token_texts(source, by_token.ids)
     columns = ({} if texts is None else {"text": texts}) | by_token.lists()
-    return output.Answer(
-        asdict(view) | {"tokens": columns, "measured_in": by_token.measured_in},
-        lambda: [*_experience_text(view), _token_table(by_token, columns)],
-    )
+    value = asdict(view) | {"tokens": columns, "measured_in": by_token.measured_in}
+    return output.Answer(value, lambda: [*_experience_text(view), _token_table(by_token, columns)])
 
 
 def _token_table(tokens: questions.TokenTable, columns: Mapping[str, Sequence[Any]]) -> Table:
@@ -226,15 +224,11 @@ def _experience_text(view: questions.ExperienceView) -> output.Lines:
 
 
 def _tensor_table(title: str, tensors: Mapping[str, questions.TensorSummary]) -> Table:
-    rows = [
-        (
-            *(name, summary.dtype),
-            "× mask" if summary.scaled_mask else "×".join(map(str, summary.shape)),
-            *(summary.minimum, summary.mean, summary.maximum),
-            " ".join(map(output.shown, summary.first)),
-        )
-        for name, summary in tensors.items()
-    ]
+    rows = []
+    for name, of in tensors.items():
+        shape = "× mask" if of.scaled_mask else "×".join(map(str, of.shape))
+        first = " ".join(map(output.shown, of.first))
+        rows.append((name, of.dtype, shape, of.minimum, of.mean, of.maximum, first))
     return output.table(title, ["field", "dtype", "shape", "min", "mean", "max", "first"], rows)
 
 
@@ -482,11 +476,8 @@ def _runs_text(runs: questions.RunDifference, *stores: str) -> output.Lines:
         yield "no difference in the configuration"
     numbers = [(name, *values) for name, values in runs.numbers.items()]
     yield output.table("in numbers", ["", *sides], numbers)
-    lines = [
-        (step, name, *values)
-        for step, metrics in runs.steps.items()
-        for name, values in metrics.items()
-    ]
+    steps = runs.steps.items()
+    lines = [(step, name, *values) for step, of in steps for name, values in of.items()]
     yield output.table("steps of both", ["step", "", *sides], lines[-MOST_LINES:])
     if len(lines) > MOST_LINES:
         yield f"these are the last {MOST_LINES} of {len(lines)} lines: --json has them all"
@@ -562,14 +553,12 @@ async def _screen(experiment: Experiment) -> Group:
         output.table_of("strategies", "set=name, seen up to=cursor, groups=calls", strategies),
     ]
     for trainer in trainers[:1]:
-        lines = await questions.steps(source, trainer=trainer.trainer, limit=5)
+        steps = await questions.steps(source, trainer=trainer.trainer, limit=5)
         columns = "step, state, rows, reward, staleness, seconds"
-        parts.append(output.table_of("last steps", columns, lines))
+        parts.append(output.table_of("last steps", columns, steps))
     after = await questions.position_before(experiment, 8)
-    last = [
-        replace(line, summary=line.summary[:60])
-        async for line in questions.event_lines(experiment, after=after)
-    ]
+    lines = questions.event_lines(experiment, after=after)
+    last = [replace(line, summary=line.summary[:60]) async for line in lines]
     columns = "position, time=recorded_at, kind, actor, what=summary"
     parts.append(output.table_of("last events", columns, last))
     return Group(*parts)

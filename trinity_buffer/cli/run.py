@@ -72,15 +72,9 @@ def demo(
     named = {"algorithm": algorithm, "seed": seed, "task.name": task, "task.digits": digits}
     chosen = {key: value for key, value in named.items() if value is not None}
     own_model = base.with_suffix(".model") if model else None
-    run = demo_run.Demo(
-        url,
-        base,
-        name,
-        demo_run.demo_config(chosen, own_model, file.values or {}, overrides or []),
-        explorers=explorers,
-        chaos_every_s=(chaos_every or 4.0) if chaos else None,
-        limit_s=limit,
-    )
+    recipe = demo_run.demo_config(chosen, own_model, file.values or {}, overrides or [])
+    every_s = (chaos_every or 4.0) if chaos else None
+    run = demo_run.Demo(url, base, name, recipe, explorers, every_s, limit_s=limit)
     raise typer.Exit(run.run())
 
 

@@ -382,13 +382,9 @@ class TransformerPolicy(nn.Module):
         return policy
 
     def _hidden(
-        self,
-        input_ids: Tensor,
-        position_ids: Tensor,
-        packed: _PackedRows | None,
-        cache: KeyValueCache | None,
+        self, ids: Tensor, places: Tensor, packed: _PackedRows | None, cache: KeyValueCache | None
     ) -> Tensor:
-        hidden = self.tokens(input_ids) + self.positions(position_ids)
+        hidden = self.tokens(ids) + self.positions(places)
         for block in self.blocks:
             hidden = block(hidden, packed, cache)
         return self.norm(hidden)  # type: ignore[no-any-return]  # nn.Module.__call__

@@ -107,20 +107,6 @@ async def events_with_segments(
     return readable
 
 
-def _event_of_rows(experiment: str, stored: log.StoredEvent) -> Event:
-    """Return an event that rows name.
-
-    Raises:
-        CodecError: it is damaged.
-    """
-    event = decoded(experiment, stored)
-    if not isinstance(event.fact, WithSegment):  # its kind was changed
-        raise errors.CodecError(
-            f"the event at position {stored.position} records no rows; run `trinity-buffer verify`"
-        )
-    return event
-
-
 async def readable_events(
     experiment: Experiment | Source, positions: Iterable[int], families: Sequence[str]
 ) -> tuple[dict[int, EventWithSegment], dict[int, Damage]]:
@@ -133,36 +119,38 @@ async def readable_events(
     readable: dict[int, EventWithSegment] = {}
     damaged: dict[int, Damage] = {}
 
-    def decode(events: Sequence[Event], stored: StoredSegments) -> None:
-        for event in events:
-            fact, segment = event.fact, Segment(0)
-            assert isinstance(fact, WithSegment)  # see `_event_of_rows`
-            gone = stored.absent.get(fact.segment)
-            for family in families if gone is None else ():
-                if family not in fact.families:
-                    continue
-                parts = stored.parts.get((fact.segment, family), [])
-                try:
-                    part = decode_segment(segments.blob_of(fact.segment, family, parts))
-                except (errors.CodecError, errors.DamagedSegmentError) as error:
-                    damaged[event.position] = error
-                    continue
-                columns, objects = segment.columns | part.columns, segment.objects | part.objects
-                segment = Segment(part.rows, columns, objects)
-            if gone is not None and not gone.deleted:
-                damaged[event.position] = errors.ArchivedSegmentError(gone.why)
-            why = None if gone is None else gone.why
-            readable[event.position] = EventWithSegment(event, fact, segment, why)
+    def decode(event: Event, fact: WithSegment, stored: StoredSegments) -> None:
+        segment, gone = Segment(0), stored.absent.get(fact.segment)
+        for family in (name for name in families if gone is None and name in fact.families):
+            parts = stored.parts.get((fact.segment, family), [])
+            try:
+                part = decode_segment(segments.blob_of(fact.segment, family, parts))
+            except (errors.CodecError, errors.DamagedSegmentError) as error:
+                damaged[event.position] = error
+                continue
+            columns, objects = segment.columns | part.columns, segment.objects | part.objects
+            segment = Segment(part.rows, columns, objects)
+        if gone is not None and not gone.deleted:
+            damaged[event.position] = errors.ArchivedSegmentError(gone.why)
+        why = None if gone is None else gone.why
+        readable[event.position] = EventWithSegment(event, fact, segment, why)
 
     def read(s: ReadSession) -> None:
-        events = []
+        events: list[tuple[Event, WithSegment]] = []
         for stored in s.read(log.read_at, experiment.key, wanted):
+            what = f"the event at position {stored.position} records no rows"
             try:
-                events.append(_event_of_rows(experiment.name, stored))
+                event = decoded(experiment.name, stored)
             except errors.CodecError as error:
                 damaged[stored.position] = error
-        keys = {event.fact.segment for event in events if isinstance(event.fact, WithSegment)}
-        decode(events, read_segments(s, sorted(keys), families))
+                continue
+            if isinstance(event.fact, WithSegment):
+                events.append((event, event.fact))
+            else:  # its kind was changed
+                damaged[stored.position] = errors.CodecError(f"{what}; run `trinity-buffer verify`")
+        found = read_segments(s, sorted({fact.segment for _, fact in events}), families)
+        for event, fact in events:
+            decode(event, fact, found)
 
     await experiment.database.read_session(read)
     return readable, damaged

@@ -263,11 +263,8 @@ async def blame(source: Source, step: int, *, trainer: str | None = None) -> Ste
     lease, numbers = read.lease, read.numbers
     known, experiments = await _experiences(source, lease), experiments_of(lease)
     # Annotations of an expert are events of another log, and are not read.
-    uids = {
-        position_of(note): "" if row is None else row.eid.uid
-        for note, of, row in zip(lease.annotations, experiments, known, strict=True)
-        if not of
-    }
+    named = zip(lease.annotations, experiments, known, strict=True)
+    uids = {position_of(note): row.eid.uid if row else "" for note, of, row in named if not of}
     events = await experience.events_with_segments(source, uids, ["annotation"])
     actors = await _actors(source, (position_of(row.address) for row in known if row))
     of_runs = (_groups(lease, read.slots), numbers["run"], numbers["step"])

@@ -38,11 +38,6 @@ _NUMBER_COLUMNS = (
 _INFO = "info."
 
 
-def info_column(key: str) -> str:
-    """Return the name of the column that holds a key of ``info``."""
-    return writable(f"{_INFO}{key}")
-
-
 def array_of(arrow: Any, values: Sequence[Any], kind: Any) -> Any:
     """Return values, or arrays of numbers, as an array of ``kind``; null in place of any other."""
     if not arrow.types.is_list(kind):
@@ -180,19 +175,18 @@ async def record_batches(
 
     async def columns_of(rows: Sequence[ExperienceRow]) -> dict[str, list[Any]]:
         decided = await source.read(fates, source.key, rows)
-        noted: list[int | None] = []
-        became: list[dict[str, Any]] = []
-        for row in rows:
-            fate = next((f for f in decided[row.address] if f.annotation_set == own), None)
-            note, cells = _what_became(row, fate, names, step)
-            noted.append(note)
-            became.append(cells)
+        became = [_what_became(row, decided[row.address], own, names, step) for row in rows]
+        noted = [note for note, _ in became]
         addresses = [row.address for row in rows]
         recorded, damaged = await readable_events(source, _by_position(addresses), FAMILIES)
         notes, damaged_notes = await readable_events(source, _by_position(noted), ["annotation"])
-        columns = _known(rows) | await _assigned(source, scoring, addresses)
+        columns = _known(rows)
+        if scoring is not None:  # whose rewards stand in place of the recorded ones, as in `groups`
+            rewarded = (source.key, scoring, addresses)
+            rewards = await source.read(writer_queries.assigned_rewards, *rewarded)
+            columns["reward"] = [*map(rewards.get, addresses)]
         columns |= _gathered(addresses, recorded, _recorded)
-        columns |= {name: [cells.get(name) for cells in became] for name in _OF_THE_SET}
+        columns |= {name: [cells.get(name) for _, cells in became] for name in _OF_THE_SET}
         columns |= _gathered(noted, notes, _scored)
         damaged |= damaged_notes
         columns["damaged"] = [None] * len(rows)
@@ -258,17 +252,6 @@ def _known(rows: Sequence[ExperienceRow]) -> dict[str, list[Any]]:
     }
 
 
-async def _assigned(
-    source: Source, scoring: str | None, addresses: Sequence[int]
-) -> dict[str, list[Any]]:
-    """Return the rewards of a scoring in place of the recorded ones, as `groups` shows them."""
-    if scoring is None:
-        return {}
-    wanted = list(addresses)
-    rewards = await source.read(writer_queries.assigned_rewards, source.key, scoring, wanted)
-    return {"reward": [*map(rewards.get, wanted)]}
-
-
 def _gathered(
     addresses: Sequence[int | None],
     events: Mapping[int, EventWithSegment],
@@ -310,7 +293,7 @@ def _recorded(recorded: EventWithSegment, slots: Sequence[int]) -> dict[str, lis
     for at, info in enumerate(infos):
         for key, value in (info or {}).items():
             if isinstance(value, str | int | float):
-                flat.setdefault(info_column(key), nothing.copy())[at] = value
+                flat.setdefault(writable(f"{_INFO}{key}"), nothing.copy())[at] = value
     return cells | flat
 
 
@@ -318,9 +301,10 @@ _STATES = ("trained", "skipped", "leased", "rejected")
 
 
 def _what_became(
-    row: ExperienceRow, fate: Fate | None, trainers: Sequence[str], wanted: int | None
+    row: ExperienceRow, by_set: list[Fate], own: str | None, trainers: list[str], wanted: int | None
 ) -> tuple[int | None, dict[str, Any]]:
-    """Return the annotation that the cells of a row are about, and those of its set."""
+    """Return the annotation that the cells of a row are about, and those of the set ``own``."""
+    fate = next((fate for fate in by_set if fate.annotation_set == own), None)
     if fate is None:
         return None, {"state": None if row.refused is None else "refused", "reason": row.refused}
     known = [
