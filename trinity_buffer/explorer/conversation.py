@@ -14,7 +14,6 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 from hashlib import sha256
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from jinja2 import TemplateError
@@ -24,6 +23,9 @@ from trinity_buffer.experience import Experience
 from trinity_buffer.sampling import MODE, SEGMENTS
 
 _LOG = logging.getLogger(__name__)
+
+Messages = Sequence[Mapping[str, Any]]
+Tools = Sequence[Mapping[str, Any]]
 
 
 def require_messages(messages: Any) -> Any:
@@ -36,11 +38,8 @@ def require_messages(messages: Any) -> Any:
     return messages
 
 
-TEXT_PARTS = {
-    **dict.fromkeys(("text", "input_text", "output_text"), "text"),
-    "refusal": "refusal",
-    "thinking": "thinking",
-}
+TEXT_PARTS = dict.fromkeys(("text", "input_text", "output_text"), "text")
+TEXT_PARTS |= {"refusal": "refusal", "thinking": "thinking"}
 """Types of content parts that are texts -> the key of the text."""
 
 
@@ -149,10 +148,8 @@ def understanding(root: str) -> Iterator[None]:
     try:
         yield
     except (AttributeError, KeyError, TypeError, ValueError, OverflowError) as error:
-        reason = f"{type(error).__name__}: {error}"
-        raise InferenceServerError(
-            f"{root}: its answer is no whole completion ({reason})"
-        ) from error
+        why = f"{type(error).__name__}: {error}"
+        raise InferenceServerError(f"{root}: its answer is no whole completion ({why})") from error
 
 
 class SaidMessage(dict[str, Any]):
@@ -178,9 +175,7 @@ class Conversation:
         turns: what the model said.
     """
 
-    def __init__(
-        self, messages: Sequence[Mapping[str, Any]] = (), *, tools: Sequence[Mapping[str, Any]] = ()
-    ) -> None:
+    def __init__(self, messages: Messages = (), *, tools: Tools = ()) -> None:
         self.messages: list[dict[str, Any]] = []
         self.tools = [dict(tool) for tool in tools]
         self.turns: list[Completion] = []
@@ -253,18 +248,14 @@ class Conversation:
         """
         if not self.turns:
             raise InvalidArgumentError("the model said nothing yet: there is nothing to train")
-        return experiences_of(
-            self.turns, reward, messages=self.messages, tools=self.tools, info=info or {}
-        )
+        made = experiences_of(self.turns, reward, messages=self.messages, tools=self.tools)
+        for experience in made:
+            experience.info |= info or {}
+        return made
 
 
 def experiences_of(
-    turns: Sequence[Completion],
-    reward: float | None,
-    *,
-    messages: Sequence[Mapping[str, Any]] = (),
-    tools: Sequence[Mapping[str, Any]] = (),
-    info: Mapping[str, Any] = MappingProxyType({}),
+    turns: Sequence[Completion], reward: float | None, *, messages: Messages, tools: Tools
 ) -> list[Experience]:
     """Return the experiences of ``turns``; see `Conversation.experiences`."""
     stretches: list[list[Completion]] = []
@@ -274,12 +265,12 @@ def experiences_of(
         if stretches and list(turn.prompt_ids[: len(tokens)]) == tokens:
             stretches[-1].append(turn)
         else:
-            if stretches:
-                _tell_of_a_split()
             stretches.append([turn])
             tokens = []
         tokens += [*turn.prompt_ids[len(tokens) :], *turn.token_ids]
-    made = [_experience(stretch, info) for stretch in stretches]
+    if len(stretches) > 1:
+        _tell_of_a_split()
+    made = [_experience(stretch) for stretch in stretches]
     for experience in made:
         experience.reward = reward
         experience.messages = [dict(message) for message in messages]
@@ -287,7 +278,7 @@ def experiences_of(
     return made
 
 
-def _experience(turns: Sequence[Completion], info: Mapping[str, Any]) -> Experience:
+def _experience(turns: Sequence[Completion]) -> Experience:
     """Return turns of which each one's prompt continues all that was seen and said before."""
     prompt_length = end = len(turns[0].prompt_ids)
     mask: list[bool] = []
@@ -305,7 +296,7 @@ def _experience(turns: Sequence[Completion], info: Mapping[str, Any]) -> Experie
         prompt_length=prompt_length,
         action_mask=mask,
         logprobs=logprobs if are_known else None,
-        info={**_origin(turns), **info},
+        info=_origin(turns),
         response_text="".join(turn.text for turn in turns),
     )
 
@@ -334,8 +325,6 @@ def _tell_of_a_split() -> None:
         "template drops something, or the tokenizer makes other tokens of what the model said"
     )
 
-
-Tools = Sequence[Mapping[str, Any]]
 
 _ID_LETTERS = 9
 """Of an id: the templates of Mistral accept no other length."""
@@ -458,9 +447,8 @@ def _marked_up(text: str, tools: Tools) -> Iterator[_Span]:
         if _PARAMETER.sub("", body).strip():
             continue
         types = _types(name, tools)
-        arguments = {
-            key: _value(text, types.get(key, ())) for key, text in _PARAMETER.findall(body)
-        }
+        texts = _PARAMETER.findall(body)
+        arguments = {key: _value(text, types.get(key, ())) for key, text in texts}
         yield _Span(match.start(), match.end(), name, arguments)
 
 
@@ -507,9 +495,8 @@ def _listed(text: str, _: Tools) -> Iterator[_Span]:
         values, end = _json_at(text, opening.end())
         calls = values if isinstance(values, list) else [values]
         begins = [opening.start(), *[end] * len(calls)]
-        spans = [
-            span for at, call in zip(begins, calls, strict=False) for span in _call(call, at, end)
-        ]
+        pairs = zip(begins, calls, strict=False)
+        spans = [span for at, call in pairs for span in _call(call, at, end)]
         yield from spans if len(spans) == len(calls) else ()
 
 
@@ -559,8 +546,6 @@ _FORMS = (
 )
 """Marker -> how the calls of a text that holds it are read; the first one counts."""
 
-
-Messages = Sequence[Mapping[str, Any]]
 
 _MARK = "TRINITYBUFFERMARK"
 """Stands for what a model said, where is looked for what a template writes behind it."""
@@ -651,9 +636,8 @@ class ChatFormat:
         ending = ends.search(turn) if spoken.tool_calls else ends.match(whole)
         if ending is None:
             return turn, whole.removeprefix(turn)
-        return ending[0], whole.removeprefix(
-            turn[: ending.end()] if spoken.tool_calls else ending[0]
-        )
+        ended = turn[: ending.end()] if spoken.tool_calls else ending[0]
+        return ending[0], whole.removeprefix(ended)
 
     def _is_ended(self, spoken: Completion) -> bool:
         """Return whether the last token of a turn ended it."""
@@ -696,11 +680,8 @@ def warn_of_unseen_tools() -> None:
 
 def decoded(tokenizer: Any, ids: Sequence[int], *, skip_special_tokens: bool) -> str:
     """Return the text of tokens as it is: some tokenizers take out blanks before punctuation."""
-    return str(
-        tokenizer.decode(
-            ids, skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
-        )
-    )
+    kept = {"skip_special_tokens": skip_special_tokens, "clean_up_tokenization_spaces": False}
+    return str(tokenizer.decode(ids, **kept))
 
 
 def rendered(
@@ -741,8 +722,7 @@ def _applied(tokenizer: Any, messages: list[Any], tools: Tools, options: Mapping
 
 def _last_said(messages: Messages) -> tuple[int, Completion | None]:
     """Return the last message that a model said, as it said it, and its tokens."""
-    for at in range(len(messages) - 1, -1, -1):
-        message = messages[at]
+    for at, message in reversed([*enumerate(messages)]):
         if isinstance(message, SaidMessage) and message == message.completion.message():
             return at, message.completion
     return 0, None

@@ -19,15 +19,7 @@ import math
 import os
 import time
 from abc import ABC, abstractmethod
-from collections.abc import (
-    AsyncIterator,
-    Awaitable,
-    Callable,
-    Iterable,
-    Iterator,
-    Mapping,
-    Sequence,
-)
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass, field
@@ -48,13 +40,8 @@ from trinity_buffer.experience import Experience
 from trinity_buffer.identity import EID, Key
 from trinity_buffer.options import AtLeast0, Count, option_types, renamed
 from trinity_buffer.pipeline.config import BatchOptions, RolloutOptions
+from trinity_buffer.pipeline.coordination import waiting
 from trinity_buffer.pipeline.coordination.diagnosis import counted
-from trinity_buffer.pipeline.coordination.waiting import (
-    REPEATED_AFTER,
-    one_line,
-    task_group,
-    wait_report_s,
-)
 from trinity_buffer.pipeline.store import Experiment, PublishedPolicy
 from trinity_buffer.pipeline.train.checkpoint import being_read, require_digest
 from trinity_buffer.pipeline.write.planning import require_same_contents
@@ -334,7 +321,7 @@ class _Explorer(ABC):
                 await self._weights.load_newest()
                 following.append(self._weights.follow)
             present = self._writer.stay_present
-            async with task_group(present, at_work, self._warn_of_slow_rollouts, *following):
+            async with waiting.task_group(present, at_work, self._warn_of_slow, *following):
                 await self._explore()
         finally:
             if self._acknowledgements is not None:
@@ -355,9 +342,9 @@ class _Explorer(ABC):
             self._ended_at = time.monotonic()
             self._writer.waits_no_more()
 
-    async def _warn_of_slow_rollouts(self) -> None:
+    async def _warn_of_slow(self) -> None:
         """Warn of rollouts that take long, until cancelled; not while others keep ending."""
-        timeout_s, every_s, quiet_until = self.options.timeout_s, wait_report_s(), -math.inf
+        timeout_s, every_s, quiet_until = self.options.timeout_s, waiting.wait_report_s(), -math.inf
         remedy = "timeout_s would end" if timeout_s is None else f"timeout_s={timeout_s} ends"
         while True:
             now = time.monotonic()
@@ -366,9 +353,9 @@ class _Explorer(ABC):
             if left_s > 0:
                 await anyio.sleep(left_s)
                 continue
-            quiet_until = now + REPEATED_AFTER * every_s
+            quiet_until = now + waiting.REPEATED_AFTER * every_s
             first, begun = next(iter(self._begun.items()))
-            message = one_line(
+            message = waiting.one_line(
                 f"explorer {self.actor!r} waits for {counted(len(self._begun), 'rollout')}, the "
                 f"first of them {first} for {now - begun:.0f} s ({remedy} them)"
             )
@@ -399,19 +386,15 @@ class _Explorer(ABC):
             return
         mean = sum(batch.rewards) / len(batch.rewards) if batch.rewards else None
         runs = len(batch.missing) - batch.left_out
-        self.options.report(
-            BatchReport(
-                batch.key, version, runs, batch.experiences, mean, batch.repaired, batch.left_out
-            )
-        )
+        numbers = (runs, batch.experiences, mean, batch.repaired, batch.left_out)
+        self.options.report(BatchReport(batch.key, version, *numbers))
 
     async def _left_behind(self, taken: Sequence[str] | None = None) -> list[_Batch]:
         """Return the batches of actors that are gone, now this one's, if it takes over."""
         if not self.options.take_over:
             return []
-        return [
-            await self._batch(key, repaired=True) for key in await self._writer.take_over(taken)
-        ]
+        left = await self._writer.take_over(taken)
+        return [await self._batch(key, repaired=True) for key in left]
 
     async def _batch(self, key: Key, *, repaired: bool) -> _Batch:
         """Return a planned batch and what is missing of it."""
@@ -433,9 +416,7 @@ class _TaskListExplorer(_Explorer):
         self._tasks: dict[Key, Any] = dict(named)
         if not self._tasks or isinstance(self.tasks, str):
             what = f"{self.tasks!r:.60}, a text" if self._tasks else "empty"
-            raise errors.InvalidArgumentError(
-                f"tasks is {what}: give a list with at least one task"
-            )
+            raise errors.InvalidArgumentError(f"tasks is {what}: give a list of at least one task")
         super().__post_init__()
         self._slots = anyio.Semaphore(self.options.concurrency)
         # The newest that the store was seen to hold; infinite: it was warned.
@@ -444,7 +425,7 @@ class _TaskListExplorer(_Explorer):
     @override
     async def _explore(self) -> None:
         begun = 0
-        async with task_group() as group:
+        async with waiting.task_group() as group:
             async for batch in self._claimed():
                 if not batch.missing:
                     await self._seal(batch, self._weights.version)
@@ -522,7 +503,7 @@ class _TaskListExplorer(_Explorer):
                 if options.on_failure == "raise" or status in REFUSED_TO_ALL:
                     raise made
                 why = f"after {counted(attempts, 'attempt')}: {type(made).__name__}: {made}"
-                _logger.warning("%s", one_line(f"rollout {run.rid} is left out {why}"))
+                _logger.warning("%s", waiting.one_line(f"rollout {run.rid} is left out {why}"))
                 return []
             await anyio.sleep(options.retry_delay_s * 2 ** (attempts - 1))
             attempts += 1
@@ -536,9 +517,8 @@ class _TaskListExplorer(_Explorer):
             return error
         try:
             await self._write(made)
-        except (
-            errors.InvalidArgumentError
-        ) as error:  # of what was made; others are not the rollout's
+        except errors.InvalidArgumentError as error:
+            # Of what was made; other errors are not the rollout's.
             error.add_note(f"in the rollout {run.rid}")
             if not isinstance(error, self.options.retry_on):
                 raise
@@ -610,7 +590,7 @@ def _listed(run: EID, returned: Any) -> list[Experience]:
     Raises:
         InvalidArgumentError: they are something else.
     """
-    if isinstance(returned, str | bytes | Mapping) or not isinstance(returned, Iterable):
+    if isinstance(returned, str | bytes | Mapping) or not hasattr(returned, "__iter__"):
         wrong = kind_of(returned)
     else:
         made = list(returned)
@@ -619,8 +599,7 @@ def _listed(run: EID, returned: Any) -> list[Experience]:
             return made
         wrong = f"{kind_of(returned)} that holds {kind_of(others[0])}"
     raise errors.InvalidArgumentError(
-        f"rollout {run.rid} returned {wrong}: return a list of Experience, or [] to leave the run "
-        "out"
+        f"rollout {run.rid} returned {wrong}: return a list of Experience, or [] to leave it out"
     )
 
 

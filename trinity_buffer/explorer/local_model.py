@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -21,7 +21,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from trinity_buffer.algorithm.arguments import require
 from trinity_buffer.errors import CheckpointError, InvalidArgumentError
-from trinity_buffer.explorer.conversation import ChatFormat, Completion, decoded
+from trinity_buffer.explorer.conversation import ChatFormat, Completion, Messages, Tools, decoded
 from trinity_buffer.lazy import extra
 from trinity_buffer.pipeline.train.step import settle_cublas
 from trinity_buffer.sampling import LEAST_TEMPERATURE
@@ -66,8 +66,7 @@ class LocalModel:
     ) -> None:
         if temperature != 0 and not LEAST_TEMPERATURE <= temperature < math.inf:
             raise InvalidArgumentError(
-                f"temperature={temperature}: {LEAST_TEMPERATURE} or more, or 0 for the likeliest "
-                "tokens"
+                f"temperature={temperature}: {LEAST_TEMPERATURE} or more, or 0 for the likeliest"
             )
         for name, value in (("max_tokens", max_tokens), ("max_rows", max_rows)):
             _require_count(name, value)
@@ -103,11 +102,7 @@ class LocalModel:
         return type(self)(model, self.tokenizer, max_rows=self._max_rows, **options)
 
     async def chat(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        *,
-        tools: Sequence[Mapping[str, Any]] = (),
-        max_tokens: int | None = None,
+        self, messages: Messages, *, tools: Tools = (), max_tokens: int | None = None
     ) -> Completion:
         """Return the model's next turn in a conversation, by its chat template.
 

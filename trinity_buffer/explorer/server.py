@@ -18,9 +18,10 @@ from typing import Any, Literal, NoReturn, Self, get_args
 
 import anyio.to_thread
 
-from trinity_buffer import errors
 from trinity_buffer.algorithm.arguments import one_of, require
-from trinity_buffer.explorer.conversation import ChatFormat, Completion, as_texts, understanding
+from trinity_buffer.errors import InferenceServerError, InvalidArgumentError, RefusedRequestError
+from trinity_buffer.explorer import conversation
+from trinity_buffer.explorer.conversation import Completion, Messages, Tools, understanding
 from trinity_buffer.explorer.explore import use_newest
 from trinity_buffer.explorer.local_model import load_tokenizer, prompt_ids
 from trinity_buffer.lazy import extra
@@ -61,9 +62,7 @@ class Server:
 
     def __init__(self, url: str, *, api_key: str | None = None, timeout_s: float = 600.0) -> None:
         if not url.startswith(("http://", "https://")):
-            raise errors.InvalidArgumentError(
-                f"{url!r} is no URL of a server: write http://HOST:PORT/v1"
-            )
+            raise InvalidArgumentError(f"{url!r} is no URL of a server: write http://HOST:PORT/v1")
         self.root = url.rstrip("/").removesuffix("/v1")
         self._httpx = extra("httpx2", "server")
         headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
@@ -87,7 +86,7 @@ class Server:
         Raises:
             InferenceServerError: it cannot be reached, or refuses (see `RefusedRequestError`).
         """
-        return _answer_of(await self._sent("POST", path, body or {}, query))
+        return _answer_of(await self._sent("POST", path, body or {}, **query))
 
     async def get(self, path: str) -> Any:
         """Return the answer to a GET of ``path``; None where there is no such path.
@@ -96,23 +95,21 @@ class Server:
             InferenceServerError: it cannot be reached, or refuses.
         """
         # Servers differ in their control endpoints: one that is not there is an answer.
-        answer = await self._sent("GET", path, None, {})
+        answer = await self._sent("GET", path)
         return None if answer.status_code == NOT_FOUND else _answer_of(answer)
 
-    async def _sent(
-        self, method: str, path: str, body: Mapping[str, Any] | None, query: Mapping[str, str]
-    ) -> Any:
+    async def _sent(self, method: str, path: str, body: Any = None, **query: str) -> Any:
         url = f"{self.root}{path}"
         try:
             return await self._client.request(method, url, json=body, params=query or None)
         except (self._httpx.HTTPError, OSError) as error:
             raise self._unreachable(url, error) from error
 
-    def _unreachable(self, url: str, error: Exception) -> errors.InferenceServerError:
-        if isinstance(error, errors.InferenceServerError):
+    def _unreachable(self, url: str, error: Exception) -> InferenceServerError:
+        if isinstance(error, InferenceServerError):
             return error
         message = f"{url}: {type(error).__name__} {error}".rstrip()
-        return errors.InferenceServerError(f"{message}; is the server up?")
+        return InferenceServerError(f"{message}; is the server up?")
 
     async def passed(self, path: str, body: Mapping[str, Any]) -> tuple[int, Any, dict[str, str]]:
         """Return status, answer and ``Retry-After`` of a POST, whatever the status is.
@@ -120,7 +117,7 @@ class Server:
         Raises:
             InferenceServerError: it cannot be reached, or its answer is no JSON.
         """
-        answer = await self._sent("POST", path, body, {})
+        answer = await self._sent("POST", path, body)
         after = answer.headers.get("retry-after")
         headers = {} if after is None else {"retry-after": after}
         return answer.status_code, _json_of(answer), headers
@@ -146,7 +143,7 @@ class Server:
         except (self._httpx.HTTPError, OSError, ValueError) as error:
             raise self._unreachable(url, error) from error
         if not is_done:
-            raise errors.InferenceServerError(f"{url}: its stream ended before [DONE]: ask again")
+            raise InferenceServerError(f"{url}: its stream ended before [DONE]: ask again")
 
     async def weight_version(self, dialect: Dialect = "vllm") -> str | None:
         """Return the name of the weights that the server holds now; None: it does not tell.
@@ -164,7 +161,7 @@ class Server:
         """Return a digest of the checksums that vLLM computes of its weights; None: it does not."""
         try:
             answer = await self.post("/weight_checker", {"action": "checksum"})
-        except errors.InferenceServerError:
+        except InferenceServerError:
             return None
         checksums = answer.get("checksums") if isinstance(answer, Mapping) else None
         if not checksums:
@@ -201,7 +198,7 @@ class ServedWeights:
             return None
         try:
             version = await self._server.weight_version()
-        except errors.RefusedRequestError:
+        except RefusedRequestError:
             version = None
         if version is None:
             self._silent_until = time.monotonic() + ASK_AGAIN_S
@@ -233,12 +230,12 @@ class ServedWeights:
         return [replace(made, **marks) for made in completions]
 
 
-def _refusal(url: str, status: int, text: str) -> errors.InferenceServerError:
+def _refusal(url: str, status: int, text: str) -> InferenceServerError:
     """Return the error for a failed request; one refused with 4xx is not sent again."""
     message = f"{url}: {status} {text[:300]}"
     if not 400 <= status < 500 or status in WAIT_AND_ASK_AGAIN:
-        return errors.InferenceServerError(message)
-    error = errors.RefusedRequestError(message)
+        return InferenceServerError(message)
+    error = RefusedRequestError(message)
     error.status = status
     return error
 
@@ -253,9 +250,7 @@ def _json_of(response: Any) -> Any:
     try:
         return response.json()
     except ValueError as error:
-        raise errors.InferenceServerError(
-            f"{response.url}: its answer is no JSON ({error})"
-        ) from error
+        raise InferenceServerError(f"{response.url}: its answer is no JSON ({error})") from error
 
 
 ASKED_FOR_CHAT = {"logprobs": True, "return_token_ids": True}
@@ -370,10 +365,10 @@ def require_whole(
     for completion in completions:
         ids, logprobs = len(completion.token_ids), completion.logprobs
         if completion.finish_reason == "abort":  # the model has not said its last word
-            raise errors.InferenceServerError(f"{url} aborted its answer: ask again")
+            raise InferenceServerError(f"{url} aborted its answer: ask again")
         if not (completion.prompt_ids and ids and logprobs is not None and len(logprobs) == ids):
             listed = "no" if logprobs is None else len(logprobs)
-            raise errors.InferenceServerError(
+            raise InferenceServerError(
                 f"{url} answered with {len(completion.prompt_ids)} prompt ids, {ids} ids and "
                 f"{listed} log-probs: to train on it, all must be there, and text is never "
                 f"tokenised again. vLLM returns them from 0.10.2 on; {without_ids}"
@@ -384,7 +379,7 @@ def require_whole(
     if counted is None:
         _warn_of_no_usage(url)
     elif counted != sampled:
-        raise errors.InferenceServerError(
+        raise InferenceServerError(
             f"{url} sampled {counted!r:.40} tokens (completion_tokens) and answered with {sampled} "
             "token ids, which is not what the model said. A stream may lose tokens where the "
             f"server parses reasoning or tool calls: ask without stream. {remedy}"
@@ -424,7 +419,7 @@ def require_sampled(sampling: Mapping[str, Any], mode: str, remedy: str = LEAVE_
     bent = {k: v for k, v in changes(options).items() if k in NEUTRAL}
     if bent and mode != "processed_logprobs":
         listed = ", ".join(f"{key}={value!r:.80}" for key, value in bent.items())
-        raise errors.InvalidArgumentError(
+        raise InvalidArgumentError(
             f"{listed}: a server with --logprobs-mode {mode} answers with log-probs before that, "
             "not with those of what is sampled. Leave it out, or start the server with "
             "--logprobs-mode processed_logprobs and say so here: "
@@ -433,7 +428,7 @@ def require_sampled(sampling: Mapping[str, Any], mode: str, remedy: str = LEAVE_
         )
 
 
-def require_texts(messages: Sequence[Mapping[str, Any]], remedy: str = LEAVE_OUT) -> None:
+def require_texts(messages: Messages, remedy: str = LEAVE_OUT) -> None:
     """Raise unless ``messages`` hold nothing but texts.
 
     Raises:
@@ -441,9 +436,9 @@ def require_texts(messages: Sequence[Mapping[str, Any]], remedy: str = LEAVE_OUT
             with the ``remedy``.
     """
     try:
-        as_texts(messages)
-    except errors.InvalidArgumentError as error:
-        raise errors.InvalidArgumentError(f"{error}. Leave it out, or {remedy}") from error
+        conversation.as_texts(messages)
+    except InvalidArgumentError as error:
+        raise InvalidArgumentError(f"{error}. Leave it out, or {remedy}") from error
 
 
 def changes(sampling: Mapping[str, Any]) -> dict[str, Any]:
@@ -454,7 +449,7 @@ def changes(sampling: Mapping[str, Any]) -> dict[str, Any]:
 
 def _refuse(option: str, allowed: tuple[Any, ...], remedy: str) -> NoReturn:
     instead = "".join(f" or say {value!r}" for value in allowed)
-    raise errors.InvalidArgumentError(
+    raise InvalidArgumentError(
         f"{option} may restrict what is sampled, or choose from it, which log-probs of no "
         f"--logprobs-mode show: leave it out{instead}, or {remedy}"
     )
@@ -519,7 +514,7 @@ class OpenAIModel:
         if require_ids:
             require_sampled(self._sampling, logprobs_mode)
             if (choices := sampling.get("n") or 1) != 1:
-                raise errors.InvalidArgumentError(
+                raise InvalidArgumentError(
                     f"n={choices!r:.40}: a call returns one answer; call it so often"
                 )
 
@@ -530,11 +525,7 @@ class OpenAIModel:
         await self.close()
 
     async def chat(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        *,
-        tools: Sequence[Mapping[str, Any]] = (),
-        max_tokens: int | None = None,
+        self, messages: Messages, *, tools: Tools = (), max_tokens: int | None = None
     ) -> Completion:
         """Return the model's next turn in a conversation.
 
@@ -583,15 +574,13 @@ class OpenAIModel:
         """Close the connections."""
         await self.server.close()
 
-    async def _asked(
-        self, path: str, body: Mapping[str, Any], max_tokens: int | None
-    ) -> Completion:
+    async def _asked(self, path: str, body: dict[str, Any], max_tokens: int | None) -> Completion:
         """Return the answer of vLLM, which says what weights made it, if it may be trained."""
         if self.name is None:
             served = await self.server.get("/v1/models") or {}
             names = [str(model["id"]) for model in served.get("data", [])]
             if len(names) != 1:
-                raise errors.InvalidArgumentError(
+                raise InvalidArgumentError(
                     f"{self.server.root} serves {', '.join(names) or 'no model'}: say model=NAME"
                 )
             (self.name,) = names
@@ -604,7 +593,7 @@ class OpenAIModel:
         with understanding(self.server.root):
             choices = answer.get("choices") or []
             if not choices:
-                raise errors.InferenceServerError(
+                raise InferenceServerError(
                     f"the server answered without a choice: {str(answer)[:300]}"
                 )
             made = completion_of(answer, choices[0])
@@ -614,16 +603,14 @@ class OpenAIModel:
         return made
 
     @cached_property
-    def _format(self) -> ChatFormat:
+    def _format(self) -> conversation.ChatFormat:
         tokenizer = self._require_tokenizer()
         end = tokenizer.eos_token_id
-        return ChatFormat(tokenizer, [] if end is None else [end])
+        return conversation.ChatFormat(tokenizer, [] if end is None else [end])
 
     def _require_tokenizer(self) -> Any:
         if self._tokenizer is None:
-            raise errors.InvalidArgumentError(
-                "SGLang's /generate takes token ids: give OpenAIModel a tokenizer="
-            )
+            raise InvalidArgumentError("SGLang's /generate takes token ids: give a tokenizer=")
         return self._tokenizer
 
 
@@ -669,8 +656,8 @@ async def push_weights(
         try:
             into = _into_sglang if dialect == "sglang" else _into_vllm
             await into(server, str(path), version, mode)
-        except errors.InferenceServerError as error:
-            raise errors.InferenceServerError(
+        except InferenceServerError as error:
+            raise InferenceServerError(
                 f"{error} (while it took policy {version}; if it was paused it stays so until "
                 "weights are pushed again)"
             ) from error
@@ -681,9 +668,8 @@ async def push_weights(
 async def _into_vllm(server: Server, path: str, version: str, mode: PauseMode) -> None:
     # Paused until the version is confirmed: no token is sampled from half-loaded weights.
     await server.post("/pause", mode=mode)
-    await server.post(
-        "/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": path}}
-    )
+    reload = {"method": "reload_weights", "kwargs": {"weights_path": path}}
+    await server.post("/collective_rpc", reload)
     await server.post("/update_weight_version", {"new_version": version})
     await _require_version(server, version, "vllm")
     await server.post("/resume")
@@ -696,7 +682,7 @@ async def _into_sglang(server: Server, path: str, version: str, mode: PauseMode)
         await server.post("/pause_generation", {"mode": "retract" if mode == "keep" else "abort"})
     try:
         await _load_into_sglang(server, path, version)
-    except errors.InferenceServerError:
+    except InferenceServerError:
         if mode == "wait":
             await server.post("/pause_generation", {"mode": "abort"})
         raise
@@ -704,12 +690,10 @@ async def _into_sglang(server: Server, path: str, version: str, mode: PauseMode)
 
 
 async def _load_into_sglang(server: Server, path: str, version: str) -> None:
-    answer = await server.post(
-        "/update_weights_from_disk", {"model_path": path, "weight_version": version}
-    )
+    weights = {"model_path": path, "weight_version": version}
+    answer = await server.post("/update_weights_from_disk", weights)
     if not answer.get("success"):
-        said = answer.get("message")
-        raise errors.InferenceServerError(f"{server.root} did not load {path}: {said}")
+        raise InferenceServerError(f"{server.root} did not load {path}: {answer.get('message')}")
     await _require_version(server, version, "sglang")
 
 
@@ -717,8 +701,7 @@ async def _require_version(server: Server, version: str, dialect: Dialect) -> No
     """Refuse a server with weights of another version; SGLang may name none."""
     held = await server.weight_version(dialect)
     if held != version and not (held is None and dialect == "sglang"):
-        what = f"holds weights {held!r} instead of {version!r}"
-        raise errors.InferenceServerError(f"{server.root} {what}")
+        raise InferenceServerError(f"{server.root} holds weights {held!r} instead of {version!r}")
 
 
 async def sync_weights(
@@ -775,7 +758,7 @@ class _Pusher:
         for server in servers:
             try:
                 pushed = await push_weights(server, policy, dialect=self.dialect, mode=self.mode)
-            except errors.InferenceServerError as error:
+            except InferenceServerError as error:
                 if not self.waits or (await self._looked_at(server))[0]:
                     raise
                 if server not in self.away:
@@ -794,7 +777,7 @@ class _Pusher:
         """Return whether a server answers, as a refusal does, and what weights it names."""
         try:
             return True, await server.weight_version(self.dialect)
-        except errors.RefusedRequestError:
+        except RefusedRequestError:
             return True, None
-        except errors.InferenceServerError:
+        except InferenceServerError:
             return False, None

@@ -81,9 +81,8 @@ async def checkpointed_steps(
     consumer = str(options.get("consumer", "trainer"))
     committed = await experiment.committed_step(consumer)
     # Before the stream is open: what it drops now, the weights may have seen.
-    seen = await experiment.database.read(
-        trainer_queries.step_with_rows, experiment.key, consumer, trained
-    )
+    read = experiment.database.read
+    seen = await read(trainer_queries.step_with_rows, experiment.key, consumer, trained)
     if committed > seen:
         if not trained:
             raise CheckpointError(

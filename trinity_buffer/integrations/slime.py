@@ -77,9 +77,8 @@ class StoreDataSource:
                 "a sample has group_index=None, and the store names its group by that: set it "
                 "where the sample is made, as slime's own data source does"
             )
-        sampling = not_neutral(
-            {key: getattr(self.args, f"rollout_{key}", None) for key in SAMPLING}
-        )
+        asked = {key: getattr(self.args, f"rollout_{key}", None) for key in SAMPLING}
+        sampling = not_neutral(asked)
         for group in samples:
             made = [_experience(run, sample, sampling) for run, sample in enumerate(group)]
             self._thread.portal.call(self._write, made)
@@ -133,9 +132,8 @@ def stored_rollout(
 
 
 def _experience(run: int, sample: Sample, sampling: Mapping[str, Any]) -> Experience:
-    if getattr(sample, "multimodal_inputs", None) or getattr(
-        sample, "multimodal_train_inputs", None
-    ):
+    names = ("multimodal_inputs", "multimodal_train_inputs")
+    if any(getattr(sample, name, None) for name in names):
         raise InvalidArgumentError(
             f"sample {sample.index} has multimodal inputs, and this adapter stores texts alone: a "
             "model would be trained without them"

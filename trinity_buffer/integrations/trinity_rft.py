@@ -33,9 +33,7 @@ with importing("trinity-rft", f"trinity-rft{TESTED['trinity-rft']}"):
     from trinity.buffer.operators.experience_operator import ExperienceOperatorV1
     from trinity.common import experience as theirs
 
-PLAIN = tuple(
-    field.name for field in fields(theirs.Experience) if field.name not in ("eid", "custom_fields")
-)
+PLAIN = tuple(f.name for f in fields(theirs.Experience) if f.name not in ("eid", "custom_fields"))
 """What both experiences hold under the same name."""
 
 
@@ -202,10 +200,8 @@ def from_trinity(experiences: Sequence[theirs.Experience]) -> list[Experience]:
     Experiences of one step of a run are told apart by `counted_eid`.
     """
     seen: dict[tuple[Any, ...], int] = {}
-    return [
-        Experience(eid=counted_eid(row.eid, seen), **_shared(row, CustomField))
-        for row in experiences
-    ]
+    pairs = [(counted_eid(row.eid, seen), _shared(row, CustomField)) for row in experiences]
+    return [Experience(eid=eid, **shared) for eid, shared in pairs]
 
 
 def to_trinity(experiences: Sequence[Experience]) -> list[theirs.Experience]:

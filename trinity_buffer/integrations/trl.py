@@ -183,13 +183,9 @@ def trl_batch(microbatches: Sequence[MicroBatch], *, pad: int) -> dict[str, Tens
         "completion_ids": pad_sequence(ids, batch_first=True, padding_value=pad),
         "completion_mask": pad_sequence([torch.ones_like(x) for x in ids], batch_first=True),
     }
-    names = {
-        "action_mask": "tool_mask",
-        "advantages": "advantages",
-        "old_logprob": "old_per_token_logps",
-    }
+    names = {"action_mask": "tool_mask", "old_logprob": "old_per_token_logps"}
     for name, values in answers.items():
-        padded[names[name]] = pad_sequence(values, batch_first=True)
+        padded[names.get(name, name)] = pad_sequence(values, batch_first=True)
     padded["tool_mask"] = padded["tool_mask"].long()
     return padded
 

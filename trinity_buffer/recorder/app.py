@@ -24,7 +24,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from trinity_buffer import errors
+from trinity_buffer.errors import InvalidArgumentError, TrinityBufferError
 from trinity_buffer.explorer import server
 from trinity_buffer.explorer.conversation import Completion, understanding
 from trinity_buffer.pipeline.coordination.waiting import task_group
@@ -33,6 +33,9 @@ from trinity_buffer.recorder.recording import Recording, Rollout, Turn
 
 _LOG = logging.getLogger(__name__)
 
+Json = Mapping[str, Any]
+"""A request, an answer or a chunk of one, or a part of these."""
+
 CHAT = "/v1/chat/completions"
 OURS = ("token_ids", "prompt_token_ids")
 
@@ -40,20 +43,20 @@ OURS = ("token_ids", "prompt_token_ids")
 def require_request(body: Any) -> None:
     """Raise InvalidArgumentError unless a request is well-formed, as far as it is read here."""
     if not isinstance(body, dict):
-        raise errors.InvalidArgumentError("a request must be a JSON object")
+        raise InvalidArgumentError("a request must be a JSON object")
     if not isinstance(body.get("stream_options") or {}, dict):
-        raise errors.InvalidArgumentError("stream_options must be a JSON object")
+        raise InvalidArgumentError("stream_options must be a JSON object")
     prompts = body.get("prompt")
     if isinstance(prompts, list) and len(prompts) > 1 and not isinstance(prompts[0], int):
-        raise errors.InvalidArgumentError(
+        raise InvalidArgumentError(
             f"prompt is a list of {len(prompts)}: send each prompt in a request of its own, else "
             "they would become runs of one task, which are compared with each other"
         )
     for key in ("messages", "tools"):
         if not _is_objects(body.get(key)):
-            raise errors.InvalidArgumentError(f"{key} must be a list of JSON objects")
+            raise InvalidArgumentError(f"{key} must be a list of JSON objects")
     if not all(map(_has_calls, body.get("messages") or ())):
-        raise errors.InvalidArgumentError("tool_calls must be a list of tool calls")
+        raise InvalidArgumentError("tool_calls must be a list of tool calls")
 
 
 def _is_objects(value: Any) -> bool:
@@ -61,13 +64,13 @@ def _is_objects(value: Any) -> bool:
     return not value or (isinstance(value, list) and all(isinstance(item, dict) for item in value))
 
 
-def _has_calls(message: Mapping[str, Any]) -> bool:
+def _has_calls(message: Json) -> bool:
     """Return whether what a message has for tool calls are some."""
     calls = message.get("tool_calls")
     return _is_objects(calls) and _is_objects([call.get("function") or {} for call in calls or ()])
 
 
-def asked_of_upstream(path: str, body: Mapping[str, Any]) -> dict[str, Any]:
+def asked_of_upstream(path: str, body: Json) -> dict[str, Any]:
     """Return the request that brings ids and log-probs, with no default left to the server."""
     asked: dict[str, Any] = dict(server.ASKED_FOR_CHAT if path == CHAT else server.ASKED_FOR_TEXT)
     if body.get("logprobs"):
@@ -85,7 +88,7 @@ def asked_of_upstream(path: str, body: Mapping[str, Any]) -> dict[str, Any]:
     return {**server.pinned(body), **asked}
 
 
-def _without_strict(tool: Mapping[str, Any]) -> dict[str, Any]:
+def _without_strict(tool: Json) -> dict[str, Any]:
     """Return a tool whose arguments the server does not force into their schema.
 
     Some agents ask for that of every tool. It would restrict what is sampled, which no log-prob
@@ -105,17 +108,12 @@ def _say_strict() -> None:
     )
 
 
-def wants_usage(body: Mapping[str, Any]) -> bool:
+def wants_usage(body: Json) -> bool:
     """Return whether a client asks that its stream ends with the usage."""
     return bool((body.get("stream_options") or {}).get("include_usage"))
 
 
-def is_usage(chunk: Mapping[str, Any]) -> bool:
-    """Return whether a chunk of a stream brings nothing but the usage."""
-    return bool(chunk.get("usage")) and not chunk.get("choices")
-
-
-def completions_of(answer: Mapping[str, Any]) -> list[Completion]:
+def completions_of(answer: Json) -> list[Completion]:
     """Return the choices of an answer, in the order of their indexes; see `understanding`.
 
     Raises:
@@ -135,7 +133,7 @@ def completions_of(answer: Mapping[str, Any]) -> list[Completion]:
     return completions
 
 
-def stripped(answer: dict[str, Any], body: Mapping[str, Any]) -> dict[str, Any]:
+def stripped(answer: dict[str, Any], body: Json) -> dict[str, Any]:
     """Take out of an answer, or a chunk of one, what the client has not asked for."""
     gone = [] if body.get("return_token_ids") else [*OURS]
     gone += [] if body.get("logprobs") else ["logprobs"]
@@ -146,7 +144,7 @@ def stripped(answer: dict[str, Any], body: Mapping[str, Any]) -> dict[str, Any]:
     return answer
 
 
-def event(chunk: Mapping[str, Any]) -> bytes:
+def event(chunk: Json) -> bytes:
     """Return a chunk as a server-sent event."""
     return b"data: " + json.dumps(chunk, separators=(",", ":")).encode() + b"\n\n"
 
@@ -154,7 +152,7 @@ def event(chunk: Mapping[str, Any]) -> bytes:
 DONE = b"data: [DONE]\n\n"
 
 
-def as_chunks(answer: Mapping[str, Any], *, usage: bool) -> list[bytes]:
+def as_chunks(answer: Json, *, usage: bool) -> list[bytes]:
     """Return a whole answer as a stream: a chunk of each choice and one that ends it, and usage."""
     # Clients that stream accept nothing but chunks, in name and in shape.
     top = {key: value for key, value in answer.items() if key not in ("choices", "usage", "object")}
@@ -163,9 +161,8 @@ def as_chunks(answer: Mapping[str, Any], *, usage: bool) -> list[bytes]:
     for choice in answer.get("choices") or ():
         delta = dict(choice.get("message") or {})
         if delta.get("tool_calls"):
-            delta["tool_calls"] = [
-                {"index": number, **call} for number, call in enumerate(delta["tool_calls"])
-            ]
+            calls = enumerate(delta["tool_calls"])
+            delta["tool_calls"] = [{"index": number, **call} for number, call in calls]
         rest = {key: value for key, value in choice.items() if key != "message"}
         chunks.append({**top, "choices": [{**rest, "delta": delta, "finish_reason": None}]})
         end = {"index": choice.get("index", 0), "delta": {}}
@@ -182,7 +179,7 @@ class StreamedAnswer:
     _top: dict[str, Any] = field(default_factory=dict)
     _choices: dict[int, dict[str, Any]] = field(default_factory=dict)
 
-    def take(self, chunk: Mapping[str, Any]) -> bool:
+    def take(self, chunk: Json) -> bool:
         """Take in a chunk; return whether it ends one of the choices.
 
         Raises:
@@ -283,7 +280,7 @@ class Recorder:
         return Starlette(
             routes=routes,
             lifespan=self._lifespan,
-            exception_handlers=dict.fromkeys((errors.TrinityBufferError, HTTPException), _error),
+            exception_handlers=dict.fromkeys((TrinityBufferError, HTTPException), _error),
         )
 
     def _route(
@@ -307,7 +304,7 @@ class Recorder:
         """Record what a rollout has come to, with its reward."""
         body = _json_of(await request.body() or b"{}")
         if request.url.path.endswith("/reward") and isinstance(body, dict) and "reward" not in body:
-            raise errors.InvalidArgumentError(
+            raise InvalidArgumentError(
                 f"the body has no key 'reward', but {sorted(body)}: send {{\"reward\": 1.0}}, or "
                 "close the rollout without one by /seal"
             )
@@ -315,9 +312,7 @@ class Recorder:
         try:
             reward = msgspec.convert(reward, float | None)
         except msgspec.ValidationError as error:
-            raise errors.InvalidArgumentError(
-                f"reward={reward!r:.40}: it must be a number"
-            ) from error
+            raise InvalidArgumentError(f"reward={reward!r:.40}: it must be a number") from error
         rollout = self._named(request, request.path_params["rollout"])
         receipt = await self.recording.close(rollout, reward)
         answer = {"uids": list(receipt.uids), "position": receipt.position}
@@ -364,19 +359,18 @@ class Recorder:
         weights = await self._weights.now()
         passed = await self._passed(request, path, asked)
         if passed is None or await request.is_disconnected():
-            message = "the client went away: it never saw the answer, which is no turn"
-            raise HTTPException(499, message)
+            raise HTTPException(499, "the client went away and saw no answer, which is no turn")
         status, answer, retry_headers = passed
         if status >= 400:
-            return JSONResponse(answer, status_code=status, headers=retry_headers)
-        await self._record(answer, body, rollout, weights)
+            return JSONResponse(answer, status, retry_headers)
+        await self._store(answer, body, rollout, weights)
         if body.get("stream"):
             pieces = [*as_chunks(stripped(answer, body), usage=wants_usage(body)), DONE]
             return Response(b"".join(pieces), headers=headers, media_type="text/event-stream")
         return JSONResponse(stripped(answer, body), headers=headers)
 
     async def _passed(
-        self, request: Request, path: str, asked: Mapping[str, Any]
+        self, request: Request, path: str, asked: Json
     ) -> tuple[int, Any, dict[str, str]] | None:
         """Return the upstream's answer; None: the client went away, and it need not go on."""
         passed = None
@@ -397,18 +391,10 @@ class Recorder:
         """Return the rollout of this name, which no encoded slash may split."""
         # Decoded, it could not be told from a slash between the parts.
         if b"%2f" in request.scope.get("raw_path", b"").lower():
-            raise errors.InvalidArgumentError(
-                f"rollout {name!r:.80}: no part of its name may hold a slash"
-            )
+            raise InvalidArgumentError(f"rollout {name!r:.80}: no part of it may hold a slash")
         return Rollout.of(name, self.batch)
 
-    async def _record(
-        self,
-        answer: Mapping[str, Any],
-        body: Mapping[str, Any],
-        rollout: Rollout,
-        weights: str | None,
-    ) -> None:
+    async def _store(self, answer: Json, body: Json, rollout: Rollout, weights: str | None) -> None:
         """Record an answer; it is durable on return, unless it may leave before that.
 
         Args:
@@ -430,7 +416,7 @@ class Recorder:
                 await self._background.start(self.recording.record_turns, rollout, turns)
 
     async def _streamed(
-        self, path: str, asked: Mapping[str, Any], body: Mapping[str, Any], rollout: Rollout
+        self, path: str, asked: Json, body: Json, rollout: Rollout
     ) -> AsyncIterator[bytes]:
         """Yield the chunks as they come; the last of each choice when all is durable."""
         whole, held = StreamedAnswer(), []
@@ -441,19 +427,19 @@ class Recorder:
                 async for chunk in chunks:
                     with understanding(self.upstream.root):
                         ends = whole.take(chunk)
-                        is_ours = is_usage(chunk) and not wants_usage(body)
+                        has_choices, has_usage = chunk.get("choices"), chunk.get("usage")
                         piece = event(stripped(chunk, body))
-                    if is_ours:
-                        continue
-                    if ends or not chunk.get("choices"):
+                    if has_usage and not (has_choices or wants_usage(body)):
+                        continue  # that was asked for by us
+                    if ends or not has_choices:
                         held.append(piece)
                     else:
                         yield piece
-            await self._record(whole.answer(), body, rollout, weights)
+            await self._store(whole.answer(), body, rollout, weights)
             for piece in held:
                 yield piece
             yield DONE
-        except errors.TrinityBufferError as error:
+        except TrinityBufferError as error:
             # The head has left already: all that is left to say is in the stream.
             yield event({"error": {"message": str(error), "type": type(error).__name__}})
         finally:

@@ -139,13 +139,9 @@ class Recording:
         return cls(experiment, turns, actor=actor)
 
     async def record_turns(
-        self,
-        rollout: Rollout,
-        turns: Sequence[Turn],
-        *,
-        task_status: TaskStatus[None] | None = None,
+        self, first: Rollout, turns: Sequence[Turn], *, task_status: TaskStatus[None] | None = None
     ) -> None:
-        """Store one turn of ``rollout``; of several choices, one of each run from its run on.
+        """Store one turn of rollout ``first``; of several choices, one of each run from its run on.
 
         On return they are durable, all or none. With a ``task_status``, the answer leaves when that
         is told: their places in their rollouts are taken then, so that closing one waits.
@@ -154,7 +150,7 @@ class Recording:
         Raises:
             ConflictError: a rollout is closed, or lacks a turn.
         """
-        rollouts = [rollout._replace(run=rollout.run + number) for number in range(len(turns))]
+        rollouts = [first._replace(run=first.run + number) for number in range(len(turns))]
         # Only the first tells how many runs began with it: `continued` looks there.
         turns = [turns[0]._replace(choices=len(turns)), *turns[1:]]
         async with AsyncExitStack() as held:
@@ -171,7 +167,7 @@ class Recording:
             except errors.TrinityBufferError as error:
                 if task_status is None:
                     raise
-                self._lose(rollout, opened, error)
+                self._lose(first, opened, error)
                 return
             for state, turn in zip(opened, turns, strict=True):
                 state.count += 1
@@ -204,13 +200,10 @@ class Recording:
                 )
             yield state
 
-    def _lose(
-        self, rollout: Rollout, opened: Sequence[_Open], error: errors.TrinityBufferError
-    ) -> None:
+    def _lose(self, run: Rollout, opened: list[_Open], error: errors.TrinityBufferError) -> None:
         """Note that a turn was answered and could not be stored."""
-        _logger.error(
-            "%s", one_line(f"rollout {rollout}: a turn that was answered is lost: {error}")
-        )
+        message = one_line(f"rollout {run}: a turn that was answered is lost: {error}")
+        _logger.error("%s", message)
         for state in opened:
             state.lost = error
         if isinstance(error, errors.StoreError):
@@ -259,8 +252,7 @@ class Recording:
                 receipt = await self._writer.write(made)
             except errors.ConflictingExperienceError as error:
                 raise errors.ConflictingExperienceError(
-                    f"rollout {rollout} is closed with another reward, which stays: begin another "
-                    "rollout"
+                    f"rollout {rollout} is closed with another reward, which stays: begin another"
                 ) from error
             state.is_closed = True
         if receipt.rejected or (receipt.duplicates and not await self._is_closed(rollout)):

@@ -145,9 +145,7 @@ class OptimizerState(NamedTuple):
                 shapes = f"{[*value.shape]}, its weight {[*weight.shape]}"
                 raise _other(optimizer, f"has its weights in another order ({key} is {shapes})")
 
-    def _warn_of_others(
-        self, optimizer: torch.optim.Optimizer, own: Sequence[Mapping[str, Any]]
-    ) -> None:
+    def _warn_of_others(self, optimizer: torch.optim.Optimizer, own: list[dict[str, Any]]) -> None:
         """Name the settings of ``optimizer`` that those of the checkpoint replace."""
         differing = [
             f"param_groups[{number}][{name!r}] = {value!r} (not {mine!r})"
@@ -665,9 +663,7 @@ class Commits:
         self._last.add_done_callback(end_wait)
         return True
 
-    def _write(
-        self, pending: PendingCheckpoint, step: TrainStep, beside: Mapping[str, Any]
-    ) -> None:
+    def _write(self, pending: PendingCheckpoint, step: TrainStep, beside: dict[str, Any]) -> None:
         digests, folder = pending.finish(), pending.folder
         if self._processes.rank:
             self._stream.commit(step)

@@ -27,15 +27,7 @@ from torch import Tensor, nn
 
 from trinity_buffer.errors import CheckpointError, TrainingError
 from trinity_buffer.pipeline.history.replay import StepStream
-from trinity_buffer.pipeline.train.step import (
-    CUBLAS_WORKSPACE,
-    TrainStep,
-    differences,
-    environment_of_run,
-    flags,
-    in_words,
-    settle_cublas,
-)
+from trinity_buffer.pipeline.train import step as steps
 from trinity_buffer.trainer.parallel import Processes, opened_files, unwrapped
 
 _logger = logging.getLogger(__name__)
@@ -87,7 +79,7 @@ def same_bits(
 
 def _restore(stack: ExitStack, device: str, recorded: Mapping[str, Any]) -> None:
     """Set what was recorded; ``stack`` puts back what was there."""
-    for name, flag in flags(device).items():
+    for name, flag in steps.flags(device).items():
         before = flag.get()
         if before is not None and recorded.get(name, before) != before:
             stack.callback(flag.set, before)
@@ -96,7 +88,7 @@ def _restore(stack: ExitStack, device: str, recorded: Mapping[str, Any]) -> None
 
 def _ask(stack: ExitStack) -> None:
     """Ask for deterministic algorithms; ``stack`` puts back what was there."""
-    settle_cublas()
+    steps.settle_cublas()
     stack.callback(torch.set_deterministic_debug_mode, torch.get_deterministic_debug_mode())
     # What `use_deterministic_algorithms` does, without the second that importing the settings of
     # torch.compile takes: on a CPU they choose nothing by measuring it.
@@ -156,11 +148,11 @@ def _refusal(message: str) -> str | None:
             f"torch {torch.__version__} has no deterministic form of {refused[1]}, so that this "
             f"step would not come out the same again: compute it otherwise, or set {costs}"
         )
-    if CUBLAS_WORKSPACE in message:
+    if steps.CUBLAS_WORKSPACE in message:
         return (
             "this process multiplied matrices on the GPU before torch was told which workspace "
-            f"cuBLAS has, so that products are not deterministic in it: set {CUBLAS_WORKSPACE}="
-            f":4096:8 in its environment before it starts, or set {costs}"
+            "cuBLAS has, so that products are not deterministic in it: set "
+            f"{steps.CUBLAS_WORKSPACE}=:4096:8 in its environment before it starts, or set {costs}"
         )
     return None
 
@@ -187,7 +179,7 @@ class SameBits:
     """
 
     def __init__(self, stream: StepStream, processes: Processes, *, deterministic: bool) -> None:
-        settle_cublas()  # also for nothing: a trainer that asks may come later in this process
+        steps.settle_cublas()  # also for nothing: a trainer that asks may come later
         self._device = stream.device
         self._processes = processes
         self._deterministic = deterministic
@@ -199,23 +191,23 @@ class SameBits:
         """Return the context to compute in; see `same_bits`."""
         return same_bits(self._device, deterministic=self._deterministic, recorded=recorded)
 
-    def compare(self, step: TrainStep, policy: Any) -> None:
+    def compare(self, step: steps.TrainStep, policy: Any) -> None:
         """Note in which environment ``step`` is about to be computed.
 
         A warning says which settings differ from those of the recorded step, in a replay, or of the
         commit that was resumed from: once, and again when others do.
         """
-        self.environment = environment_of_run(self._device) | {
+        self.environment = steps.environment_of_run(self._device) | {
             "ranks": self._processes.world_size,
             **({} if (attention := attention_of(policy)) is None else {"attention": attention}),
         }
         recorded, self._resumed_from = step.environment or self._resumed_from, {}
-        differing = differences(recorded, self.environment)
+        differing = steps.differences(recorded, self.environment)
         new = any(self.differences.get(name) != pair for name, pair in differing.items())
         self.differences |= differing
         if new and not self._processes.rank:
             message = _REPLAYED if step.environment else _RESUMED
-            _logger.warning(message, step.step, in_words(differing))
+            _logger.warning(message, step.step, steps.in_words(differing))
 
 
 _REPLAYED = "step %s was trained with %s: do not expect the same bits from this replay"
@@ -253,19 +245,17 @@ def largest_difference(recorded: Path, replayed: Path) -> LargestDifference:
             opened_files(_weight_files(recorded)) as theirs,
             opened_files(_weight_files(replayed)) as ours,
         ):
-            names = sorted({*theirs, *ours})
-            sizes = [
-                _relative(theirs[name], ours[name]) if name in theirs and name in ours else math.inf
-                for name in names
+            parts = [
+                LargestDifference(_relative(theirs.get(name), ours.get(name)), name)
+                for name in sorted({*theirs, *ours})
             ]
     except (OSError, SafetensorError) as error:
         raise CheckpointError(
             f"the weights in {recorded} and the replayed ones cannot be compared: {error}"
         ) from error
-    if not names:
+    if not parts:
         raise CheckpointError(f"the weights in {recorded} and the replayed ones hold no tensor")
-    at = max(range(len(names)), key=sizes.__getitem__)
-    return LargestDifference(sizes[at], names[at])
+    return max(parts, key=lambda part: part.relative)
 
 
 def _weight_files(weights: Path) -> list[Path]:
@@ -276,7 +266,9 @@ def _weight_files(weights: Path) -> list[Path]:
     return files
 
 
-def _relative(recorded: Tensor, replayed: Tensor) -> float:
+def _relative(recorded: Tensor | None, replayed: Tensor | None) -> float:
+    if recorded is None or replayed is None:
+        return math.inf
     if recorded.shape != replayed.shape or recorded.dtype != replayed.dtype:
         return math.inf
     if torch.equal(recorded, replayed):

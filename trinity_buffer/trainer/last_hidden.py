@@ -18,7 +18,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
 from importlib import import_module
 from inspect import signature
 from logging import getLogger
@@ -34,6 +33,9 @@ from trinity_buffer.errors import InvalidArgumentError
 from trinity_buffer.lazy import extra
 from trinity_buffer.trainer.parallel import unwrapped, whole
 from trinity_buffer.trainer.policy import in_eval_mode
+
+Batch = Mapping[str, Any]
+"""A micro-batch of a trainer, or what is like one."""
 
 NAME = "trinity_buffer_varlen"
 """What transformers calls the attention."""
@@ -77,16 +79,13 @@ def kernel_of(device: torch.device) -> Kernel | str | None:
         return f"torch {torch.__version__} has no attention of variable length, 2.10 and later have"
     capability = torch.cuda.get_device_capability(device)
     if capability < (8, 0):
-        return (
-            f"torch's attention of variable length needs compute capability 8.0, not {capability}"
-        )
+        return f"attention of variable length needs compute capability 8.0, not {capability}"
     # The backward pass of wider heads needs the shared memory of these.
     widest = 256 if capability in {(8, 0), (9, 0), (10, 0)} else 192
     return Kernel(varlen.varlen_attn, frozenset({torch.bfloat16, torch.float16}), widest)
 
 
-@dataclass(slots=True)
-class _Use:
+class _Use(NamedTuple):
     """How a model uses the kernel.
 
     Attributes:
@@ -95,7 +94,7 @@ class _Use:
     """
 
     kind: str
-    recomputed: dict[Callable[..., Any], Callable[..., Any]] = field(default_factory=dict)
+    recomputed: dict[Callable[..., Any], Callable[..., Any]]
 
 
 _USES: WeakKeyDictionary[nn.Module, _Use | None] = WeakKeyDictionary()
@@ -115,7 +114,7 @@ def offer(model: Any, device: torch.device) -> bool:
         withdraw(model, str(why))
         return False
     extra("transformers", "hf").AttentionInterface.register(NAME, attention_of(kernel))
-    _USES[model] = _Use(device.type)
+    _USES[model] = _Use(device.type, {})
     return True
 
 
@@ -139,18 +138,17 @@ def withdraw(model: Any, why: str) -> None:
     if model in _USES and _USES[model] is None:
         return
     _USES[model] = None
-    base = getattr(model, "get_base_model", lambda: model)()
     _logger.warning(
         "%s attends to packed rows through a dense mask, whose time and memory grow with the "
         'square of the tokens of a micro-batch: %s; open the stream with layout="padded", or load '
         'the model with attn_implementation="flash_attention_2", which needs flash-attn',
-        type(base).__name__,
+        name_of(model),
         why,
     )
 
 
 @contextmanager
-def attending(model: Any, microbatch: Mapping[str, Any]) -> Iterator[None]:
+def attending(model: Any, microbatch: Batch) -> Iterator[None]:
     """Let ``model`` have the kernel within, if it uses it and the micro-batch is packed."""
     inner = unwrapped(model)
     use = _USES.get(inner) if "cu_seqlens" in microbatch else None
@@ -207,7 +205,7 @@ def _recomputed(checkpoint: Callable[..., Any], configs: list[Any]) -> Callable[
     return checkpointed
 
 
-def limits_of(microbatch: Mapping[str, Any], implementation: str | None) -> dict[str, Any]:
+def limits_of(microbatch: Batch, implementation: str | None) -> dict[str, Any]:
     """Return the limits of packed rows, as arguments of attention of variable length."""
     if implementation != NAME and "flash" not in str(implementation):
         return {}
@@ -240,9 +238,8 @@ def attention_of(kernel: Kernel) -> Callable[..., tuple[Tensor, None]]:
         states = [part.squeeze(0).transpose(0, 1) for part in (query, key, value)]
         if "enable_gqa" not in takes and query.shape[1] != key.shape[1]:
             repeats = query.shape[1] // key.shape[1]
-            states[1:] = [
-                part.unsqueeze(2).expand(-1, -1, repeats, -1).flatten(1, 2) for part in states[1:]
-            ]
+            each = (-1, -1, repeats, -1)
+            states[1:] = [part.unsqueeze(2).expand(each).flatten(1, 2) for part in states[1:]]
         limits, longest = asked["cu_seq_lens_q"].to(torch.int32), asked["max_length_q"]
         options = _options(takes, asked, query.shape[-1])
         attended = kernel.attend(*states, limits, limits, longest, longest, **options)
@@ -327,7 +324,7 @@ class OutputHead(NamedTuple):
 
 
 def hidden_and_logits(
-    model: Any, layer: nn.Module, microbatch: Mapping[str, Any], to_head: Callable[[Tensor], Tensor]
+    model: Any, layer: nn.Module, microbatch: Batch, to_head: Callable[[Tensor], Tensor]
 ) -> tuple[Tensor, Tensor]:
     """Return the hidden states before a model's head, and the logits, of a micro-batch.
 
@@ -363,7 +360,7 @@ def hidden_and_logits(
     return seen[0], logits
 
 
-def _logits_of(model: Any, microbatch: Mapping[str, Any]) -> Tensor:
+def _logits_of(model: Any, microbatch: Batch) -> Tensor:
     """Return the logits of a model of transformers for a micro-batch.
 
     Padding needs no mask: it is on the right, and what follows a token changes nothing of it.
@@ -388,9 +385,7 @@ _TRIED_OUT: WeakKeyDictionary[nn.Module, set[tuple[bool, str]]] = WeakKeyDiction
 """Models, and in which layouts: packed or not, and the kind of device."""
 
 
-def require_known(
-    model: Any, layer: nn.Module, head: OutputHead, microbatch: Mapping[str, Any]
-) -> None:
+def require_known(model: Any, layer: nn.Module, head: OutputHead, microbatch: Batch) -> None:
     """Refuse a model whose rows change each other, or whose head is not what it seems.
 
     Every rank of a sharded model must call it.
@@ -404,22 +399,21 @@ def require_known(
     Raises:
         InvalidArgumentError: names the model, and what to do.
     """
-    inner, packed = unwrapped(model), "cu_seqlens" in microbatch
-    device = microbatch["input_ids"].device
+    inner = unwrapped(model)
     _require_short(inner, microbatch)
     tried = _TRIED_OUT.setdefault(inner, set())
-    if (packed, device.type) in tried:
+    layout = "cu_seqlens" in microbatch, microbatch["input_ids"].device.type
+    if layout in tried:
         return
     # Not the wrapper of DDP, which would exchange buffers; and nothing is compiled for this shape.
     with torch.no_grad(), in_eval_mode(inner), torch.compiler.set_stance("force_eager"):
-        _require_apart(inner, layer, head, packed=packed, device=device)
-    tried.add((packed, device.type))
+        _require_apart(inner, layer, head, microbatch)
+    tried.add(layout)
 
 
-def _require_apart(
-    model: Any, layer: nn.Module, head: OutputHead, *, packed: bool, device: torch.device
-) -> None:
+def _require_apart(model: Any, layer: nn.Module, head: OutputHead, microbatch: Batch) -> None:
     """Raise unless a row scores the same among other rows, and the head is what it seems."""
+    packed, device = "cu_seqlens" in microbatch, microbatch["input_ids"].device
     width = min(8, getattr(model.config.get_text_config(), "max_position_embeddings", None) or 8)
     long = torch.arange(3, 3 + width, device=device) % len(head.weight)
     pair = list(_pair(long, packed=packed))
@@ -468,11 +462,8 @@ def _scored_by_limits(model: Any, layer: nn.Module, pair: _Pair, own: list[Tenso
     off = max(difference(*both) for both in zip(own, by_kernel, strict=True))
     if off <= 5 * noise_of(own[0]):
         return by_kernel
-    withdraw(
-        model,
-        "with torch's attention of variable length its hidden states differ by "
-        f"{off:.1g} of their size",
-    )
+    apart = f"its hidden states differ by {off:.1g} of their size"
+    withdraw(model, f"with torch's attention of variable length {apart}")
     return own
 
 
@@ -519,7 +510,7 @@ def noise_of(values: Tensor) -> float:
     return 2e-5 if exact else 1e-2
 
 
-def _require_own(model: Any, layer: nn.Module, head: OutputHead, batch: Mapping[str, Any]) -> None:
+def _require_own(model: Any, layer: nn.Module, head: OutputHead, batch: Batch) -> None:
     """Refuse a model whose own logits are not those of ``head``, large ones included."""
     tried: list[tuple[Tensor, Tensor]] = []
 
@@ -562,7 +553,7 @@ def name_of(model: Any) -> str:
     return type(base).__name__
 
 
-def _require_short(model: Any, microbatch: Mapping[str, Any]) -> None:
+def _require_short(model: Any, microbatch: Batch) -> None:
     """Raise unless no row is so long that it changes how its neighbours are computed.
 
     Raises:
@@ -604,11 +595,11 @@ def _scaled_rope(config: Any) -> Iterator[tuple[str, int]]:
 class HiddenModel(Protocol):
     """A model that says its hidden states itself."""
 
-    def last_hidden(self, microbatch: Mapping[str, Any]) -> tuple[Tensor, OutputHead]:
+    def last_hidden(self, microbatch: Batch) -> tuple[Tensor, OutputHead]:
         """Return the last hidden states, the shape of ``input_ids`` and ``[D]``, and the head."""
 
 
-def last_hidden(model: Any, microbatch: Mapping[str, Any]) -> tuple[Tensor, OutputHead]:
+def last_hidden(model: Any, microbatch: Batch) -> tuple[Tensor, OutputHead]:
     """Return the last hidden states of a micro-batch, and the head; see `HiddenModel`.
 
     A model of transformers is tried out first, once in each layout (`require_known`).
@@ -651,8 +642,7 @@ class _Beside(torch.autograd.Function):
 
 def _head_of(model: Any) -> tuple[nn.Linear, OutputHead]:
     """Return the output layer, and what is known of it."""
-    find = getattr(model, "get_output_embeddings", None)
-    layer = None if find is None else find()
+    layer = getattr(model, "get_output_embeddings", lambda: None)()
     # A subclass, such as an adapter's, computes something else.
     if type(layer) is not nn.Linear:
         raise InvalidArgumentError(

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -19,12 +20,7 @@ from trinity_buffer.algorithm.functional import aggregate_loss, keep, mask_of_ro
 from trinity_buffer.algorithm.layout import BatchLayout, tokens_per_row
 from trinity_buffer.errors import InvalidArgumentError, TrainingError
 from trinity_buffer.pipeline.train.microbatch import MicroBatch
-from trinity_buffer.pipeline.train.step import (
-    Reduce,
-    StepMeasures,
-    TrainStep,
-    require_rewarded,
-)
+from trinity_buffer.pipeline.train.step import Reduce, StepMeasures, TrainStep, require_rewarded
 from trinity_buffer.trainer.causal_lm import CausalLM
 from trinity_buffer.trainer.parallel import Processes, is_sharded
 from trinity_buffer.trainer.policy import Critic, Policy, TokenScores, Trainable, in_eval_mode
@@ -115,23 +111,21 @@ class StepMeter:
         both = processes.sum(torch.cat([self._sums, self._most])).cpu()
         sums, most = dict(zip(_SUMS, both, strict=False)), both[len(_SUMS) :]
         count = sums["tokens"]
-        unknown = torch.full_like(count, torch.nan)
+        most = most.where(count > 0, torch.nan)
         rows = {
             "loss_share": sums["weight"] / sums["weight"].sum(),
             "ratio_mean": sums["ratio"] / count,
-            "ratio_max": torch.where(count > 0, most[0], unknown),
+            "ratio_max": most[0],
             "clipped": sums["clipped"] / count,
             "kl": sums["kl"] / count,
             "entropy": sums["entropy"] / count,
             "gap_mean": sums["gap"] / count,
-            "gap_max": torch.where(count > 0, most[1], unknown),
+            "gap_max": most[1],
         }
         known = {name: values.numpy() for name, values in rows.items()}
         # The mean over the action tokens of the rows that have the number.
         there = {name: ~sums[name].isnan() for name in _MEANS}
-        whole = {
-            name: float(sums[name][has].sum() / count[has].sum()) for name, has in there.items()
-        }
+        whole = {n: float(sums[n][has].sum() / count[has].sum()) for n, has in there.items()}
         tokens = {} if self._tokens is None else self._of_tokens(processes)
         return StepMeasures(self._step, known, {**whole, **metrics}, tokens)
 
@@ -228,17 +222,12 @@ def combined(
         kind = name.removeprefix("actor/").split("/")[0]
         kind = kind if kind in ("usual", "expert") else "tokens"
         kind = "rows" if name in row_metrics else kind
-        having = [
-            (part[name], size[kind])
-            for part, size in zip(parts, sizes, strict=True)
-            if name in part
-        ]
+        pairs = zip(parts, sizes, strict=True)
+        having = [(part[name], size[kind]) for part, size in pairs if name in part]
         device = sizes[0][kind].device
-        values, weights = (
-            torch.stack([_double(value, device) for value in column])
-            for column in zip(*having, strict=True)
-        )
-        numbers[name] = _joined(name, values, weights)
+        columns = zip(*having, strict=True)
+        stacked = (torch.stack([_double(v, device) for v in column]) for column in columns)
+        numbers[name] = _joined(name, *stacked)
     return numbers
 
 
@@ -425,9 +414,8 @@ def values_of(critic: Critic, microbatch: MicroBatch) -> Tensor:
     ids = microbatch["input_ids"]
     # A rank without rows takes part in what the others compute together.
     read = microbatch if ids.numel() else stand_in(microbatch)
-    values = critic.values(
-        read["input_ids"], cu_seqlens=read.get("cu_seqlens"), max_seqlen=read.get("max_seqlen")
-    )
+    limits = {name: read.get(name) for name in ("cu_seqlens", "max_seqlen")}
+    values = critic.values(read["input_ids"], **limits)
     if ids.numel():
         return values
     return values[:0] if ids.dim() == 1 else values[:0, : ids.shape[1]]
@@ -463,46 +451,44 @@ def prepare(
             if recompute_old_logprob:
                 microbatch.drop("old_logprob")
             with blaming(microbatch):
-                _score(microbatch, algorithm, models, recompute_old_logprob=recompute_old_logprob)
+                _score(microbatch, algorithm, models, recomputes=recompute_old_logprob)
     metrics: dict[str, Any] = {}
     penalizes, advantage = algorithm.choices["kl_penalty_fn"].name != "none", algorithm.advantage
     if penalizes:
         for microbatch in step.microbatches[:1]:  # each knows what is lacking in the whole step
             require_recorded(microbatch, algorithm.kl_penalty, ("old_logprob",))
         require_rewarded(step.microbatches, advantage)  # before penalties take the place of some
-        metrics |= step.apply(lambda batch, layout: _penalize(algorithm, batch, layout))
+        metrics |= step.apply(partial(_penalty, algorithm))
     if advantage is not None:
         metrics |= step.compute(advantage, reduce=reduce)
     return metrics
 
 
 @torch.no_grad()
-def _score(
-    microbatch: MicroBatch, algorithm: Algorithm, models: Models, *, recompute_old_logprob: bool
-) -> None:
+def _score(batch: MicroBatch, algorithm: Algorithm, models: Models, *, recomputes: bool) -> None:
     wanted = algorithm.reads
     # Where none were recorded, both keys are absent: to compute them unasked would say that the
     # rollouts were made by these very weights.
-    left_to_us = recompute_old_logprob or "rollout_logprob" in microbatch
-    before = "old_logprob" not in microbatch and left_to_us
+    left_to_us = recomputes or "rollout_logprob" in batch
+    before = "old_logprob" not in batch and left_to_us
     if before or "entropy" in wanted:
-        scores = models.policy.scores(microbatch)
-        microbatch["entropy"] = scores.entropy
+        scores = models.policy.scores(batch)
+        batch["entropy"] = scores.entropy
         if before:
-            microbatch["old_logprob"] = scores.logprob
+            batch["old_logprob"] = scores.logprob
     if "necs" in wanted:
-        microbatch["necs"] = _necs(models.policy, microbatch)
+        batch["necs"] = _necs(models.policy, batch)
     if models.reference is not None and algorithm.needs_reference:
-        microbatch["ref_logprob"] = models.reference.scores(microbatch).logprob
+        batch["ref_logprob"] = models.reference.scores(batch).logprob
     if models.teacher is not None:
-        microbatch["teacher_logprob"] = models.teacher.scores(microbatch).logprob
-    if "teacher_logprob" in wanted and "teacher_logprob" not in microbatch:
+        batch["teacher_logprob"] = models.teacher.scores(batch).logprob
+    if "teacher_logprob" in wanted and "teacher_logprob" not in batch:
         raise InvalidArgumentError(
             f"algorithm {algorithm.name!r} needs teacher_logprob: store teacher_logprobs with the "
             "experiences, or give the trainer a teacher policy"
         )
     if models.critic is not None and algorithm.type.use_critic:
-        microbatch["values"] = values_of(models.critic, microbatch)
+        batch["values"] = values_of(models.critic, batch)
 
 
 def _necs(policy: Policy, microbatch: MicroBatch) -> Tensor:
@@ -518,9 +504,7 @@ def _necs(policy: Policy, microbatch: MicroBatch) -> Tensor:
     return necs.where(microbatch["action_mask"], 0.0)
 
 
-def _penalize(
-    algorithm: Algorithm, batch: dict[str, Any], layout: BatchLayout
-) -> dict[str, Tensor]:
+def _penalty(algorithm: Algorithm, batch: dict[str, Any], layout: BatchLayout) -> dict[str, Tensor]:
     """Take the divergence from the reference off the rewards; return metrics."""
     scored = {**batch, "token_level_scores": batch["token_level_rewards"]}
     changed, metrics = algorithm.kl_penalty.apply_kl_penalty_to_reward(scored, layout=layout)
@@ -644,8 +628,7 @@ def _require_known(step: TrainStep, uids: Uids, models: Models) -> None:
     remedy = "call its resize_token_embeddings first" if name == "model" else "give another one"
     raise TrainingError(
         f"step {step.step}: row {uid} holds token {token}, and the {name} has the tokens 0 to "
-        f"{vocabulary - 1}: take a {name} whose tokenizer made the rows, or {remedy}. "
-        f"{without(uid)}"
+        f"{vocabulary - 1}: take a {name} whose tokenizer made the row, or {remedy}. {without(uid)}"
     )
 
 
@@ -683,11 +666,8 @@ def _terms_of_rows(microbatch: MicroBatch, algorithm: Algorithm, policy: Policy)
     leaves = [scores.logprob.requires_grad_(), scores.entropy.requires_grad_()]
     with torch.enable_grad():
         loss, _ = algorithm.loss(leaves[0], microbatch, entropy=leaves[1], layout=microbatch.layout)
-        gradients = (
-            torch.autograd.grad(loss, leaves, allow_unused=True)
-            if loss.requires_grad
-            else (None, None)
-        )
+        depends = loss.requires_grad
+        gradients = torch.autograd.grad(loss, leaves, allow_unused=True) if depends else ()
     largest = torch.finfo(torch.float64).max
     terms = torch.zeros_like(microbatch["input_ids"], dtype=torch.float64)
     for gradient in gradients:

@@ -147,9 +147,7 @@ class TorchProcesses(Processes):
         lengths = [int(size) for size in self._gathered(torch.tensor([len(own)]))]
         padded = self._gathered(pad(own, (0, max(lengths) - len(own))))
         pairs = zip(padded, lengths, strict=True)
-        return [
-            unpack_object(of_rank[:size].numpy().tobytes(), tensor_of) for of_rank, size in pairs
-        ]
+        return [unpack_object(sent[:size].numpy().tobytes(), tensor_of) for sent, size in pairs]
 
     def _gathered(self, own: Tensor) -> list[Tensor]:
         own = self._movable(own)
@@ -432,9 +430,7 @@ class Tensors(Mapping[str, Tensor]):
 
     def without(self, prefix: str) -> Tensors:
         """Return those whose names do not begin so."""
-        return Tensors(
-            {n: handle for n, handle in self._handles.items() if not n.startswith(prefix)}
-        )
+        return Tensors({n: h for n, h in self._handles.items() if not n.startswith(prefix)})
 
     @override
     def __getitem__(self, name: str) -> Tensor:

@@ -96,9 +96,8 @@ def require(
     taught = teacher or "teacher_logprobs" in (columns or RECORDED)
     is_mixed = algorithm.choices["sample_strategy"].name == "mix"
     names = [choice.name for choice in algorithm.strategies]
-    unscored = algorithm.needs_advantages and not any(
-        ADD_STRATEGY.get(name).annotates for name in names
-    )
+    scored = any(ADD_STRATEGY.get(name).annotates for name in names)
+    unscored = algorithm.needs_advantages and not scored
     advantage = algorithm.choices.get("advantage_fn")
     parts = [*names, *([] if advantage is None else [advantage.name])]
     comparing = next((name for name in parts if name in COMPARE_RUNS), None)
@@ -189,9 +188,8 @@ def require_of(algorithm: Algorithm, stream: SyncTrainStream, *, teacher: bool) 
     if scoring is not None:
         raise InvalidArgumentError(
             f"algorithm {algorithm.name!r} computes its advantages from the recorded rewards, and "
-            f"set {stream.options.annotation_set!r} was computed from those of scoring "
-            f"{scoring!r}: train it with an algorithm that takes the set's advantages, or on "
-            "strategy=None"
+            f"set {stream.options.annotation_set!r} is computed from those of scoring {scoring!r}: "
+            "train it with an algorithm that takes the set's advantages, or on strategy=None"
         )
     recorded = stream.options.annotation_set == RECORDED_SET
     brought = {*(columns or ()), *stream.options.needs}

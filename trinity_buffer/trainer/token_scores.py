@@ -12,7 +12,7 @@ entropy will change.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from functools import cache
 from importlib import import_module
 from subprocess import SubprocessError
@@ -25,7 +25,7 @@ from typing_extensions import override
 
 from trinity_buffer.errors import InvalidArgumentError
 from trinity_buffer.pipeline.train.microbatch import MicroBatch
-from trinity_buffer.trainer.last_hidden import OutputHead, last_hidden
+from trinity_buffer.trainer.last_hidden import Batch, OutputHead, last_hidden
 from trinity_buffer.trainer.policy import TokenScores
 
 
@@ -204,9 +204,7 @@ CHUNK_BYTES = 2**29
 """So much a chunk's logits take on a GPU with Triton, where there is nothing else of their size."""
 
 
-def token_scores(
-    model: Any, microbatch: Mapping[str, Any], *, chunk_logits: int | None = None
-) -> TokenScores:
+def token_scores(model: Any, microbatch: Batch, *, chunk_logits: int | None = None) -> TokenScores:
     """Return log-probability and entropy of every token of a micro-batch.
 
     They are those at the temperature that each token was sampled at, which is 1 unless the
@@ -231,9 +229,7 @@ def token_scores(
 
 
 @torch.no_grad()
-def entropy_changes(
-    model: Any, microbatch: Mapping[str, Any], *, chunk_logits: int | None = None
-) -> Tensor:
+def entropy_changes(model: Any, microbatch: Batch, *, chunk_logits: int | None = None) -> Tensor:
     """Return `expected_entropy_change` at every token: the column ``necs`` of Clip-V.
 
     Aligned as `token_scores`, whose arguments it takes; it has no gradient.
@@ -244,7 +240,7 @@ def entropy_changes(
 
 
 def _predictions(
-    model: Any, microbatch: Mapping[str, Any]
+    model: Any, microbatch: Batch
 ) -> tuple[Tensor, OutputHead, Tensor, Tensor, Tensor | None]:
     """Return the hidden state ``[T, D]`` before each predicted token, the head, tokens, places.
 
@@ -268,7 +264,7 @@ def _placed(values: Tensor, places: Tensor, ids: Tensor) -> Tensor:
     return values.new_zeros(ids.numel()).index_copy(0, places, values).view(ids.shape)
 
 
-def stand_in(microbatch: Mapping[str, Any]) -> dict[str, Any]:
+def stand_in(microbatch: Batch) -> dict[str, Any]:
     """Return two tokens in the layout of a micro-batch without rows.
 
     Few models take no rows. One that is given these, of which nothing is kept, takes part in what
@@ -427,8 +423,10 @@ class _HeadScores(torch.autograd.Function):
             ctx.how.math.to_gradient(chunk, known, None if of_bias is None else of_bias[part])
             if of_hidden is not None:
                 _add_product(of_hidden, chunk.products, rows)
-            if of_weight is not None:
-                _put_product(of_weight[part], chunk.products.T, hidden)
+            if of_weight is not None and of_weight.dtype == hidden.dtype:
+                torch.mm(chunk.products.T, hidden, out=of_weight[part])
+            elif of_weight is not None:
+                of_weight[part].copy_(_product(chunk.products.T, hidden))
         of_hidden = None if of_hidden is None else of_hidden.to(hidden.dtype)
         return of_hidden, of_weight, of_bias, None, None
 
@@ -495,21 +493,13 @@ def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
         total += _product(left, right)
 
 
-def _put_product(place: Tensor, left: Tensor, right: Tensor) -> None:
-    """Let ``place`` be ``one @ other``."""
-    if place.dtype == left.dtype:
-        torch.mm(left, right, out=place)
-    else:
-        place.copy_(_product(left, right))
-
-
 def _product(left: Tensor, right: Tensor) -> Tensor:
     """Return ``one @ other`` in their own type, as products do that are given a place."""
     with torch.autocast(left.device.type, enabled=False):
         return left @ right
 
 
-def predicted(microbatch: Mapping[str, Any]) -> Tensor:
+def predicted(microbatch: Batch) -> Tensor:
     """Return which tokens the model predicted: all but the first of a sequence and padding."""
     ids, limits = microbatch["input_ids"], microbatch.get("cu_seqlens")
     there = microbatch.get("attention_mask")

@@ -29,31 +29,17 @@ from trinity_buffer.pipeline.sync_stream import SyncTrainStream
 from trinity_buffer.pipeline.train.microbatch import MicroBatch
 from trinity_buffer.pipeline.train.options import Resume
 from trinity_buffer.pipeline.train.step import TrainStep
+from trinity_buffer.trainer import models
 from trinity_buffer.trainer.causal_lm import policy_of, reference_of
 from trinity_buffer.trainer.checkpoint import Commits, TrainerState, load_checkpoint
 from trinity_buffer.trainer.determinism import SameBits
-from trinity_buffer.trainer.models import (
-    Models,
-    Number,
-    StepMeter,
-    StepReport,
-    blame_rows,
-    combined,
-    held_by,
-    largest_rows,
-    new_critic,
-    numbers_of_step,
-    prepare,
-    require_readable,
-    require_same_weights,
-    require_trained,
-    trained_weights,
-    value_loss,
-    values_of,
-)
+from trinity_buffer.trainer.models import Number, StepMeter, StepReport
 from trinity_buffer.trainer.parallel import processes_here, whole
 from trinity_buffer.trainer.policy import Critic, Policy, Trainable
 from trinity_buffer.trainer.requirements import require_of, require_same_ranks, warn_of_unread
+
+Report = Callable[[StepReport], bool | None]
+Measure = Callable[[int], dict[str, float]]
 
 KEPT_CHECKPOINTS = 2
 """Of the newest steps that are committed: what a trainer resumes from, and what explorers load."""
@@ -161,9 +147,9 @@ class Trainer:
         # Before a model is used: a reference may be tried out.
         self._bits = SameBits(stream, self._processes, deterministic=settings.deterministic)
         policy = policy_of(model)
-        require_trained(policy, optimizer)
+        models.require_trained(policy, optimizer)
         for role, frozen in {"reference": reference, "teacher": teacher}.items():
-            if trained_weights(policy, optimizer) & trained_weights(frozen):
+            if models.trained_weights(policy, optimizer) & models.trained_weights(frozen):
                 raise InvalidArgumentError(
                     f"{role}= is the very model that is trained, or shares weights with it, and so "
                     "would change with each step: give a copy (copy.deepcopy), or leave it out"
@@ -175,14 +161,14 @@ class Trainer:
         with self._bits.asked():
             self.state = self._begun(policy, stream.resume)
         for trained, _ in self.state.trained:
-            require_same_weights(trained, self._processes)
+            models.require_same_weights(trained, self._processes)
         self._set_coefficients(self.state.coefficients)
         self._skipped: dict[int, list[str]] = {}  # step -> uids, until they are committed
         self._look_at: list[str] = []
         self._skipped_in_a_row = 0 if stream.resume is None else stream.resume.skipped
         teacher = None if teacher is None else policy_of(teacher)
         critic = None if self.state.critic is None else self.state.critic[0]
-        self._models = Models(policy, critic, reference, teacher)
+        self._models = models.Models(policy, critic, reference, teacher)
         self._commits = Commits(
             stream,
             self._processes,
@@ -204,9 +190,10 @@ class Trainer:
             torch.manual_seed(settings.seed)  # all ranks have one critic
         pair = None
         if self._algorithm.type.use_critic:
-            critic = new_critic(policy)
+            critic = models.new_critic(policy)
             pair = (critic, settings.optimizer_of(critic, is_critic=True))
-            if twice := trained_weights(policy, self._optimizer) & trained_weights(critic):
+            twice = models.trained_weights(policy, self._optimizer)
+            if twice := twice & models.trained_weights(critic):
                 raise InvalidArgumentError(
                     f"the critic of {type(policy).__name__} holds {len(twice)} weights of the "
                     "policy, which two optimizers would step: let its parameters() yield those of "
@@ -242,12 +229,7 @@ class Trainer:
         every = (self.policy, self._models.reference, self._models.teacher)
         return [model for model in every if model is not None]
 
-    def run(
-        self,
-        report: Callable[[StepReport], bool | None] = lambda _: None,
-        *,
-        measure: Callable[[int], dict[str, float]] = lambda _: {},
-    ) -> None:
+    def run(self, report: Report = lambda _: None, *, measure: Measure = lambda _: {}) -> None:
         """Train until the stream ends, ``max_steps`` is reached, or ``report`` returns True.
 
         What was trained is committed before it returns. A step whose loss or gradient norm is not
@@ -265,17 +247,11 @@ class Trainer:
         if self._reached(self.state.step):
             return
         with closing(self._commits):
-            uncommitted = self._steps(report, measure)
-            if uncommitted is not None:
-                self._commit(*uncommitted)
+            self._train_all(report, measure)
             self._commits.finish()
 
-    def _steps(
-        self,
-        report: Callable[[StepReport], bool | None],
-        measure: Callable[[int], dict[str, float]],
-    ) -> tuple[TrainStep, dict[str, float]] | None:
-        """Train; return the last step and its numbers if it is still to be committed."""
+    def _train_all(self, report: Report, measure: Measure) -> None:
+        """Train step after step, and commit the last one too."""
         last = None
         for step in self._stream:
             if isinstance(self._stream, ReplayStream) and step.step != self.state.step + 1:
@@ -341,7 +317,8 @@ class Trainer:
                 )
             if stop or ending:
                 break
-        return last
+        if last is not None:
+            self._commit(*last)
 
     def _reached(self, step: int) -> bool:
         return self._settings.max_steps is not None and step >= self._settings.max_steps
@@ -352,10 +329,10 @@ class Trainer:
             self._skipped_in_a_row = 0
             return {"loss": 0.0, "gradient_norm": 0.0}
         recomputed = self._settings.recompute_old_logprob
-        require_readable(step, self._stream.uids, self._algorithm, self._models, recomputed)
-        blaming = partial(blame_rows, step, self._stream.uids)
+        models.require_readable(step, self._stream.uids, self._algorithm, self._models, recomputed)
+        blaming = partial(models.blame_rows, step, self._stream.uids)
         coefficients = self._coefficients()
-        prepared = prepare(
+        prepared = models.prepare(
             step,
             self._algorithm,
             self._models,
@@ -372,7 +349,7 @@ class Trainer:
             with blaming(microbatch):
                 parts.append(self._gradient(microbatch, meter))
         row_metrics = [f"actor/{name}" for name in self._algorithm.policy_loss.row_metrics]
-        totals |= combined(parts, step.microbatches, row_metrics)
+        totals |= models.combined(parts, step.microbatches, row_metrics)
         norm = self._clipped(self.state.policy, self.state.optimizer)
         # What decides is read in one exchange with everything that is only reported.
         deciding = [totals["loss"].value, norm]
@@ -383,7 +360,7 @@ class Trainer:
         if self.state.critic is not None:
             critic, optimizer = self.state.critic
             # A critic may read the hidden states of the policy, whose gradients are its own.
-            held = held_by(optimizer)
+            held = models.held_by(optimizer)
             own_weights = [w for w in self.state.policy.parameters() if id(w) not in held]
             gradients = [weight.grad for weight in own_weights]
             for weight in own_weights:
@@ -392,7 +369,7 @@ class Trainer:
             for weight, gradient in zip(own_weights, gradients, strict=True):
                 weight.grad = gradient
             deciding += [totals["critic/value_loss"].value, self._clipped(critic, optimizer)]
-        finite, numbers = numbers_of_step(self._processes, deciding, totals)
+        finite, numbers = models.numbers_of_step(self._processes, deciding, totals)
         if finite and not step.skipped:
             self._step(step)
             if "actor/kl_loss" in numbers:  # an adaptive coefficient; a penalty's has moved already
@@ -418,7 +395,7 @@ class Trainer:
         self._set_coefficients(coefficients)
         for _, optimizer in self.state.trained:
             optimizer.zero_grad(set_to_none=True)
-        rows = largest_rows(step, self._algorithm, self.state.policy, self._processes)
+        rows = models.largest_rows(step, self._algorithm, self.state.policy, self._processes)
         self._look_at = self._skipped[step.step] = self._stream.uids(step, rows)
         self._skipped_in_a_row += 1
 
@@ -446,8 +423,8 @@ class Trainer:
         """Add to the gradient of the critic's weights; return the metrics of its loss."""
         parts = []
         for microbatch in step.microbatches:
-            loss = value_loss(
-                values_of(critic, microbatch),
+            loss = models.value_loss(
+                models.values_of(critic, microbatch),
                 *(microbatch[name] for name in ("values", "returns", "action_mask")),
                 clip_range=self._settings.value_clip_range,
                 loss_agg_mode=self._algorithm.loss_agg_mode,
@@ -455,14 +432,14 @@ class Trainer:
             )
             loss.backward()
             parts.append({"critic/value_loss": loss.detach()})
-        return combined(parts, step.microbatches)
+        return models.combined(parts, step.microbatches)
 
     def _clipped(self, model: Trainable, optimizer: torch.optim.Optimizer) -> Tensor:
         """Average the gradients over the ranks, scale them down to the limit, return their norm.
 
         Only those of weights that the optimizer holds: nothing would ever clear the others.
         """
-        held, every = held_by(optimizer), list(model.parameters())
+        held, every = models.held_by(optimizer), list(model.parameters())
         weights = [weight for weight in every if id(weight) in held]
         for weight in every:
             if id(weight) not in held:

@@ -48,6 +48,8 @@ _logger = logging.getLogger(__name__)
 _UNREADABLE = (pickle.UnpicklingError, EOFError, AttributeError, LookupError, ValueError, TypeError)
 """What an Unpickler raises of bytes that are no pickle, or one that is cut off."""
 
+Json = dict[str, Any]
+
 MAGIC = b"TRXP"
 HEADER = struct.Struct("<BQQ")
 """What a blob of Trinity-RFT begins with: then its version, and the lengths of its parts."""
@@ -55,9 +57,7 @@ HEADER = struct.Struct("<BQQ")
 ALIKE = ("truncate_status", "info", "metrics", "response_text", "prompt_text", "messages", "tools")
 """What an experience of Trinity-RFT and ours hold under the same name."""
 
-AS_PREFERENCES = (
-    "write pairs as rows of prompt, chosen and rejected, and import these as `preferences`"
-)
+AS_PREFERENCES = "write pairs as prompt, chosen and rejected, and import these as `preferences`"
 
 
 class _PlainUnpickler(pickle.Unpickler):
@@ -119,9 +119,7 @@ def _from_sql(path: Path, rows: Rows) -> Iterator[Experience]:
         tables = {name for (name,) in names}
         held = sorted(name for name in tables if f"{name}_blob" in tables)
         if not held:
-            raise errors.InvalidArgumentError(
-                f"{path}: no table of experiences of Trinity-RFT is there"
-            )
+            raise errors.InvalidArgumentError(f"{path}: no table of Trinity-RFT's experiences")
         for table in held:
             yield from rows.read(_from_table(connection, path, table), _of_table)
     except (dbapi2.DatabaseError, UnicodeDecodeError) as error:  # the latter of a damaged schema
@@ -168,14 +166,10 @@ def _of_table(row: Row) -> Iterator[Experience]:
 
 def _of_item(item: dict[str, Any], tensors: dict[str, Any], reward: Any) -> Experience:
     inputs = {k.partition(":")[2]: tensors.pop(k) for k in list(tensors) if ":" in k}
-    custom = [
-        CustomField(
-            field["source_field"],
-            field["destination_field"],
-            getattr(torch, field["data_type"].removeprefix("torch.")),
-        )
-        for field in item["custom_fields"]
-    ]
+    custom = []
+    for own in item["custom_fields"]:
+        dtype = getattr(torch, own["data_type"].removeprefix("torch."))
+        custom.append(CustomField(own["source_field"], own["destination_field"], dtype))
     return Experience(
         eid=_address(item["eid"]),
         reward=reward,
@@ -228,9 +222,7 @@ def read_prime_rl(path: Path, texts: Texts, rows: Rows) -> Iterator[Experience]:
 def _lines(stream: Path, rows: Rows) -> Iterator[Row]:
     """Return the records of a stream: one file, or a folder of numbered chunks."""
     if any(stream.glob("*.zst")):
-        raise errors.InvalidArgumentError(
-            f"{stream}: unpack its chunks first, with zstd -d --rm *.zst"
-        )
+        raise errors.InvalidArgumentError(f"{stream}: unpack its chunks, with zstd -d --rm *.zst")
     single = stream.with_suffix(".jsonl")
     if not (single.is_file() or stream.exists()):
         raise errors.InvalidArgumentError(
@@ -291,9 +283,7 @@ def _episode(
         )
 
 
-def _branches(
-    episode: dict[str, Any],
-) -> Iterator[tuple[dict[str, Any], int, list[dict[str, Any]]]]:
+def _branches(episode: Json) -> Iterator[tuple[Json, int, list[Json]]]:
     """Yield trace, index and nodes, from the first message to the last, of each branch.
 
     As prime-rl does: nothing of a trace that failed, nor of a compaction that its agent did not go
@@ -439,10 +429,7 @@ def _rollout(
     yield Experience(
         eid=eid,
         reward=float(held["score"]),
-        info={
-            "model_version": step - 1,
-            **{name: value for name, value in held.items() if name not in OWN},
-        },
+        info={"model_version": step - 1, **{k: v for k, v in held.items() if k not in OWN}},
         # A dump holds no special tokens: it tells of an empty answer alone that it was ended.
         **texts.turn(held["input"], held["output"], _CUT if held["output"] else {}),
     )
@@ -603,13 +590,9 @@ async def import_file(
     if chosen.lacks:
         _logger.warning("%s: %s", path, chosen.lacks)
     if rows.unread:
-        _logger.warning(
-            "%s: the columns %s are not imported: %s reads %s",
-            path,
-            ", ".join(sorted(rows.unread)),
-            name,
-            ", ".join(chosen.columns),
-        )
+        unread, read = ", ".join(sorted(rows.unread)), ", ".join(chosen.columns)
+        message = "%s: the columns %s are not imported: %s reads %s"
+        _logger.warning(message, path, unread, name, read)
     return done
 
 

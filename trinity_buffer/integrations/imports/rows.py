@@ -97,13 +97,11 @@ class Rows:
                 for experience in made:
                     validate(experience, self._schema)
             except _OF_A_ROW as error:
-                if isinstance(error, TrinityBufferError) and not isinstance(
-                    error, InvalidExperienceError
-                ):
+                of_row = isinstance(error, InvalidExperienceError)
+                if isinstance(error, TrinityBufferError) and not of_row:
                     raise
-                why = " ".join(
-                    (f"{error} is missing" if isinstance(error, KeyError) else str(error)).split()
-                )
+                text = f"{error} is missing" if isinstance(error, KeyError) else str(error)
+                why = " ".join(text.split())
                 fields = ", ".join(f"{name}={short(value)}" for name, value in row.held.items())
                 reason = f"{row.where}: this row cannot be imported ({why}): {fields:.500}"
                 self._leave_out(reason, cause=error)
@@ -139,8 +137,7 @@ def _values(path: Path) -> Iterator[tuple[str, Any]]:
         names = json.loads(splits.read_text())["splits"]
         if len(names) > 1:
             raise InvalidArgumentError(
-                f"{path} holds the splits {', '.join(names)}: name one of them, such as "
-                f"{path / names[0]}"
+                f"{path} holds the splits {', '.join(names)}: name one of them: {path / names[0]}"
             )
     if path.is_dir():
         files = [file for file in path.rglob("*") if file.suffix in READERS and file.is_file()]
@@ -223,11 +220,13 @@ READERS = {".jsonl": _lines, ".json": _whole, ".parquet": _parquet, ".arrow": _a
 MEDIA = ("image", "images", "video", "videos", "audio", "audios", "multi_modal_inputs")
 """Columns of data sets beside messages, of which tokens hold nothing."""
 
-Said = str | Sequence[Mapping[str, Any]]
+Fields = Mapping[str, Any]
+"""Of a message, or of a row."""
+
+Said = str | Sequence[Fields]
 """A text, or the messages of a conversation."""
 
-
-NOTHING: Mapping[str, Any] = MappingProxyType({})
+NOTHING: Fields = MappingProxyType({})
 """Beside a text or messages."""
 
 
@@ -240,8 +239,7 @@ def tools_of(row: Mapping[str, Any]) -> list[dict[str, Any]] | None:
     media = [name for name in MEDIA if row.get(name)]
     if media:
         raise InvalidExperienceError(
-            f"it has {media[0]}, and texts are all that is imported: a model would be trained "
-            "without them"
+            f"it has {media[0]}, and texts alone are read: a model would be trained without them"
         )
     tools = row.get("tools")
     return (json.loads(tools) if isinstance(tools, str) and tools else tools) or None
@@ -259,9 +257,7 @@ class Texts:
     @cached_property
     def _tokenizer(self) -> Any:
         if self._folder is None:
-            raise InvalidArgumentError(
-                "these files hold texts and no tokens: give --tokenizer FOLDER"
-            )
+            raise InvalidArgumentError("these files hold texts, no tokens: give --tokenizer FOLDER")
         if not self._folder.is_dir():  # or it would be looked for on the Hub, for a minute
             raise InvalidArgumentError(f"--tokenizer {self._folder}: there is no such folder")
         return load_tokenizer(self._folder)
@@ -326,18 +322,14 @@ class Texts:
             )
         return whole[len(before) :]
 
-    def _is_written(
-        self, tokens: list[int], messages: Sequence[Mapping[str, Any]], row: Mapping[str, Any]
-    ) -> bool:
+    def _is_written(self, tokens: list[int], messages: Sequence[Fields], row: Fields) -> bool:
         """Return whether the chat template makes ``tokens`` of messages; it may refuse them."""
         try:
             return self._chat(messages, row, ask=False) == tokens
         except InvalidExperienceError:
             return False
 
-    def turn(
-        self, prompt: Said, answered: Said, row: Mapping[str, Any] = NOTHING
-    ) -> dict[str, Any]:
+    def turn(self, prompt: Said, answered: Said, row: Fields = NOTHING) -> dict[str, Any]:
         """Return fields of an experience: the tokens of a prompt with its answer, texts, tools."""
         before = self.prompt(prompt, row)
         return {
@@ -351,9 +343,7 @@ class Texts:
     def _text(self, text: str) -> list[int]:
         return list(self._tokenizer.encode(text, add_special_tokens=False))
 
-    def _chat(
-        self, messages: Sequence[Mapping[str, Any]], row: Mapping[str, Any], *, ask: bool
-    ) -> list[int]:
+    def _chat(self, messages: Sequence[Fields], row: Fields, *, ask: bool) -> list[int]:
         messages, options = _messages(messages), row.get("chat_template_kwargs") or {}
         tokenizer = self._tokenizer  # without one, no row can be imported
         try:
