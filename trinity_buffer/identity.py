@@ -85,9 +85,7 @@ class EID:
             AttributeError: the name is in a store, or there is no such field.
         """
         if self._written:
-            raise AttributeError(
-                f"{self.uid} is written: its {name} cannot be changed to {value!r}"
-            )
+            raise AttributeError(f"{self} is written: its {name} cannot be changed to {value!r}")
         _assign(self, name, value)
 
     @property

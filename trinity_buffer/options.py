@@ -53,14 +53,8 @@ Device = Annotated[
 ]
 Layout = Literal["padded", "packed"]
 
-_WORDS: dict[Any, str] = {
-    NoneType: "None",
-    bool: "true or false",
-    int: "an integer",
-    float: "a number",
-    str: "a text",
-    Path: "a pathlib.Path",
-}
+_WORDS: dict[Any, str] = {bool: "true or false", int: "an integer", float: "a number"}
+_WORDS |= {str: "a text", Path: "a pathlib.Path", NoneType: "None"}
 
 
 RENAMED: Mapping[str, str] = {

@@ -66,9 +66,7 @@ def not_neutral(options: Mapping[str, Any]) -> dict[str, Any]:
 
 def problem_of_segments(segments: object, prompt_length: int, length: int) -> str | None:
     """Describe the fault of an experience's ``info["sampling_segments"]``, or return None."""
-    if not isinstance(segments, Sequence) or not all(
-        isinstance(segment, dict) for segment in segments
-    ):
+    if not isinstance(segments, Sequence) or not all(isinstance(part, dict) for part in segments):
         return f"is {segments!r:.80}: make it a list of mappings, such as {{'temperature': 0.7}}"
     last = prompt_length
     for segment in segments:

@@ -61,11 +61,8 @@ def own_line(error: BaseException, parts: Iterable[object] = ()) -> str | None:
         parts: classes that are known to be the user's, wherever they are installed.
     """
     files = {_source_location(part)[0] for part in parts}
-    theirs = [
-        frame
-        for frame in traceback.extract_tb(error.__traceback__)
-        if frame.filename in files or _is_theirs(frame.filename)
-    ]
+    frames = traceback.extract_tb(error.__traceback__)
+    theirs = [of for of in frames if of.filename in files or _is_theirs(of.filename)]
     return f"{theirs[-1].filename}, line {theirs[-1].lineno}" if theirs else None
 
 

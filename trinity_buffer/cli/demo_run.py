@@ -344,14 +344,9 @@ class Demo:
 
         if not await is_finished():
             self._say(f"first its teacher learns from solutions: experiment {name}")
+            base, config = self.base.with_name(f"{self.base.name}-teacher"), teacher_of(self.config)
             teacher = replace(
-                self,
-                base=self.base.with_name(f"{self.base.name}-teacher"),
-                experiment=name,
-                config=teacher_of(self.config),
-                explorers=1,
-                brief=True,
-                _lines=[],
+                self, base=base, experiment=name, config=config, explorers=1, brief=True, _lines=[]
             )
             code = await teacher.run_in_loop()
             if code or not await is_finished():
@@ -374,14 +369,9 @@ class Demo:
         solutions = batches * config.groups_per_batch
         self._say(f"first its expert records {solutions} solutions: experiment {self._expert}")
         await store.experiment(self._expert, config=run_config.recorded(config))
-        await explore(
-            self.store,
-            self._expert,
-            actor="expert",
-            acknowledgements=make_folder(self._expert_receipts) / "expert.ack",
-            max_batches=batches,
-            say=lambda _: None,
-        )
+        receipts = make_folder(self._expert_receipts) / "expert.ack"
+        limits: dict[str, Any] = {"acknowledgements": receipts, "max_batches": batches}
+        await explore(self.store, self._expert, actor="expert", say=lambda _: None, **limits)
         self.config = replace(self.config, expert_experiment=self._expert)
 
     async def _experiment(self, store: Store) -> Experiment:

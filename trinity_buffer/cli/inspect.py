@@ -73,9 +73,8 @@ async def events(
     if first is None:  # counted among the chosen kinds, so that `limit` lines are printed
         first = await questions.position_before(experiment, limit, kinds=kind, up_to=as_of)
     printed = 0
-    async for line in questions.event_lines(
-        experiment, after=first, up_to=as_of, follow=follow, kinds=kind
-    ):
+    lines = questions.event_lines(experiment, after=first, up_to=as_of, follow=follow, kinds=kind)
+    async for line in lines:
         if as_json:
             output.print_json(line)
         else:
@@ -503,10 +502,9 @@ async def search(
         exact: Match upper and lower case exactly.
         limit: Stop after this many results.
     """
-    count, unreadable = 0, list[Unreadable]()
-    async for match in questions.search(
-        source, text, exact=exact, progress=progress, unreadable=unreadable
-    ):
+    count, lost = 0, list[Unreadable]()
+    matches = questions.search(source, text, exact=exact, progress=progress, unreadable=lost)
+    async for match in matches:
         count += 1
         if as_json:
             output.print_json(match)
@@ -515,7 +513,7 @@ async def search(
         if count == limit:
             break
 
-    return output.Answer([], [] if count else f"no text holds {text!r}", unreadable)
+    return output.Answer([], [] if count else f"no text holds {text!r}", lost)
 
 
 @options.command()

@@ -33,9 +33,7 @@ _PLACES = (
     "maintenance:verify maintenance:rebuild maintenance:migrate maintenance:algorithms "
     "servers:sync_weights data:replay data:reannotate data:compact data:restore"
 )
-COMMANDS = {
-    place.partition(":")[2].rstrip("_").replace("_", "-"): place for place in _PLACES.split()
-}
+COMMANDS = {at.partition(":")[2].rstrip("_").replace("_", "-"): at for at in _PLACES.split()}
 """Name -> ``module:function`` in this package, in the order of the help."""
 
 

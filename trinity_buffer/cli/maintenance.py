@@ -133,9 +133,8 @@ async def rebuild(experiment: Experiment, *, progress: Progress) -> output.Answe
     Example: trinity-buffer rebuild --store runs/demo.db
     """
     report = await rebuild_projections(experiment.database, experiment.key, progress)
-    what = (
-        f"mended: {output.shown(report.mended)}" if report.mended else "every row was right already"
-    )
+    mended = f"mended: {output.shown(report.mended)}"
+    what = mended if report.mended else "every row was right already"
     return output.Answer(report, f"{report.events} events folded; {what}")
 
 

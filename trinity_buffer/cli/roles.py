@@ -110,12 +110,8 @@ def ranks_of_environment() -> Iterator[Processes]:
     # addresses of their predecessors there, and wait for those until a timeout.
     life = f"life {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
     has_nccl = torch.cuda.is_available() and torch.distributed.is_nccl_available()
-    torch.distributed.init_process_group(
-        "cpu:gloo,cuda:nccl" if has_nccl else "gloo",
-        store=PrefixStore(life, store),
-        rank=rank,
-        world_size=world_size,
-    )
+    backend, own = "cpu:gloo,cuda:nccl" if has_nccl else "gloo", PrefixStore(life, store)
+    torch.distributed.init_process_group(backend, store=own, rank=rank, world_size=world_size)
     try:
         yield processes_here()
     finally:
@@ -290,13 +286,9 @@ async def _config_of(
     if explores is not None:
         run_config.require_model(experiment.name, experiment.config, explores=explores)
     await run_config.require_expert(store, experiment.name, config, rows=expert_rows)
-    require_run(
-        config,
-        explores=explores,
-        schema=experiment.config.get("schema", "experience"),
-        columns=await experiment.columns(),
-        experiments=await store.experiments(),
-    )
+    schema, columns = experiment.config.get("schema", "experience"), await experiment.columns()
+    names = await store.experiments()
+    require_run(config, explores=explores, schema=schema, columns=columns, experiments=names)
     return config
 
 
@@ -410,9 +402,7 @@ def trainer_on(
     """Return the trainer of a run on ``stream``, restored from the stream's last commit."""
     backend = backend_for(config)
     paths = {"reference": config.reference, "teacher": config.teacher}
-    others: dict[str, Any] = {
-        of: backend.load(path) for of, path in paths.items() if path is not None
-    }
+    others: dict[str, Any] = {of: backend.load(at) for of, at in paths.items() if at is not None}
     return Trainer(stream, backend.policy(), algorithm, settings, **others)
 
 
@@ -647,6 +637,7 @@ def replay(
     first, last = _steps_of_replay(steps, from_checkpoint)
     config, end = anyio.run(_run_to_replay, url, experiment, overrides, last)
     options: dict[str, Any] = {"first": first, "last": end.step, "repeat_skips": not overrides}
+    options |= {"from_checkpoint": from_checkpoint, "device": config.device}
     if overrides:  # another algorithm may need other columns than the run's
         options["needs"] = stream_options(run_config.algorithm_of(config))["needs"]
     losses: list[float] = []
@@ -658,12 +649,7 @@ def replay(
 
     with tempfile.TemporaryDirectory() as scratch:
         with replaying.open_replay_stream(
-            url,
-            experiment=experiment,
-            consumer=config.trainer,
-            from_checkpoint=from_checkpoint,
-            device=config.device,
-            **options,
+            url, experiment=experiment, consumer=config.trainer, **options
         ) as stream:
             algorithm = run_config.algorithm_of(config)
             settings = replace(settings_of(config, Path(scratch)), max_skipped_steps=None)
@@ -710,17 +696,15 @@ async def _run_to_replay(
     return replace(config, commit_every_steps=1 << 30, max_steps=None), end
 
 
-def _weight_difference(
-    end: replaying.RecordedEnd, weights: Path
-) -> tuple[float, str] | tuple[None, None]:
-    """Return how far ``weights`` are from the recorded ones; None if those no longer exist."""
+def _weight_difference(end: replaying.RecordedEnd, file: Path) -> tuple[float | None, str | None]:
+    """Return how far the weights in ``file`` are from the recorded ones; None: those are gone."""
     if end.weights is None or end.digest is None or not end.weights.exists():
         return None, None
     try:
         require_digest(end.weights, end.digest)
     except errors.CheckpointError:  # other weights have taken their place
         return None, None
-    return largest_difference(end.weights, weights)
+    return largest_difference(end.weights, file)
 
 
 def _steps_of_replay(steps: str | None, from_checkpoint: Path | None) -> tuple[int, int | None]:

@@ -11,7 +11,7 @@ from dataclasses import asdict
 from functools import partial
 from importlib.resources import files
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import anyio
 import typer
@@ -106,15 +106,10 @@ async def explore(
     require_name("--actor", actor)
     if acknowledge is not None:
         options.require_folder(acknowledge)
-    await roles.explore(
-        run.url,
-        await roles.prepare(*run, explores=True),
-        actor=actor,
-        acknowledgements=None if acknowledge is None else acknowledge / f"{actor}.ack",
-        max_batches=batches,
-        take_over=take_over,
-        say=roles.plain,
-    )
+    receipts = None if acknowledge is None else acknowledge / f"{actor}.ack"
+    limits: dict[str, Any] = {"max_batches": batches, "acknowledgements": receipts}
+    name = await roles.prepare(*run, explores=True)
+    await roles.explore(run.url, name, actor=actor, take_over=take_over, say=roles.plain, **limits)
 
 
 @options.command(interrupted=options.RESUMABLE)

@@ -377,11 +377,9 @@ def effective(config: RunConfig) -> RunConfig:
             args.pop(f"{part}_args", None)
     config = replace(config, algorithm_args=args, evaluation=type(config.evaluation)())
     algorithm = algorithm_of(config)
-    return replace(
-        config,
-        reference=config.reference if algorithm.needs_reference else None,
-        teacher=config.teacher if "teacher_logprob" in algorithm.reads else None,
-    )
+    reference = config.reference if algorithm.needs_reference else None
+    teacher = config.teacher if "teacher_logprob" in algorithm.reads else None
+    return replace(config, reference=reference, teacher=teacher)
 
 
 def look_for(names: Iterable[object], folder: str | None) -> None:

@@ -13,7 +13,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple, Self, TypeAlias
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -144,6 +144,10 @@ class KeyValueCache:
         return taken
 
 
+Packed: TypeAlias = _PackedRows | None
+Cache: TypeAlias = KeyValueCache | None
+
+
 class _Attention(nn.Module):
     """Causal self-attention that never looks into another sequence."""
 
@@ -155,9 +159,7 @@ class _Attention(nn.Module):
         self.outward = nn.Linear(config.width, config.width, bias=False)
 
     @override
-    def forward(
-        self, hidden: Tensor, packed: _PackedRows | None, cache: KeyValueCache | None
-    ) -> Tensor:
+    def forward(self, hidden: Tensor, packed: Packed, cache: Cache) -> Tensor:
         # Packed sequences are spread over rows for the attention alone: a block-diagonal mask over
         # all tokens would cost their number squared.
         joined = self.inward(hidden)
@@ -185,9 +187,7 @@ class _Block(nn.Module):
         self.feed_out = nn.Linear(4 * config.width, config.width, bias=False)
 
     @override
-    def forward(
-        self, hidden: Tensor, packed: _PackedRows | None, cache: KeyValueCache | None
-    ) -> Tensor:
+    def forward(self, hidden: Tensor, packed: Packed, cache: Cache) -> Tensor:
         hidden = hidden + self.attention(self.attention_norm(hidden), packed, cache)
         inner = functional.relu(self.feed_in(self.feed_norm(hidden)))
         return hidden + self.feed_out(inner)  # type: ignore[no-any-return]  # nn.Module.__call__
@@ -381,9 +381,7 @@ class TransformerPolicy(nn.Module):
             raise CheckpointError(f"{path}: the weights do not fit the config ({error})") from error
         return policy
 
-    def _hidden(
-        self, ids: Tensor, places: Tensor, packed: _PackedRows | None, cache: KeyValueCache | None
-    ) -> Tensor:
+    def _hidden(self, ids: Tensor, places: Tensor, packed: Packed, cache: Cache) -> Tensor:
         hidden = self.tokens(ids) + self.positions(places)
         for block in self.blocks:
             hidden = block(hidden, packed, cache)

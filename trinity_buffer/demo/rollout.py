@@ -27,6 +27,9 @@ if TYPE_CHECKING:
     from trinity_buffer.algorithm import Algorithm
 
 
+Pairs: TypeAlias = Sequence[tuple[Key, int]]
+"""Task and run of each experience that is wanted."""
+
 Draws: TypeAlias = NDArray[np.float64] | None
 """Random numbers of each run, ``[runs, tokens]``; None: the likeliest token is taken."""
 
@@ -57,9 +60,7 @@ class TaskSampler:
         """Return a sampler with the policy at ``uri``."""
         return replace(self, policy=TransformerPolicy.load(uri))
 
-    def rollout(
-        self, pairs: Sequence[tuple[Key, int]], *, batch: Key, policy_version: int
-    ) -> list[Experience]:
+    def rollout(self, pairs: Pairs, *, batch: Key, policy_version: int) -> list[Experience]:
         """Return the experiences of the runs ``pairs`` of ``batch``, run by run in the given order.
 
         A run of several turns gives one experience per turn, ``eid.step`` counts them. Log-probs
@@ -75,9 +76,8 @@ class TaskSampler:
         """
         torch.set_num_threads(1)
         task, seed = self.task, self.seed
-        problems = {
-            index: task.problem(seed, batch, index) for index in dict.fromkeys(p[0] for p in pairs)
-        }
+        indices = dict.fromkeys(index for index, _ in pairs)
+        problems = {index: task.problem(seed, batch, index) for index in indices}
         needed = task.turns * task.response_length
         numbers = [draws(needed, "run", seed, policy_version, batch, *pair) for pair in pairs]
         asked = [problems[index] for index, _ in pairs]
@@ -227,9 +227,7 @@ class SolutionSampler:
         del uri
         return self
 
-    def rollout(
-        self, pairs: Sequence[tuple[Key, int]], *, batch: Key, policy_version: int
-    ) -> list[Experience]:
+    def rollout(self, pairs: Pairs, *, batch: Key, policy_version: int) -> list[Experience]:
         """Return the solution, or the pair, of each (task, run) of ``batch``."""
         del policy_version
         examples = []

@@ -61,14 +61,12 @@ def _tokenizer() -> Any:
     tokenizers, transformers = extra("tokenizers", "hf"), extra("transformers", "hf")
     letters = extra("transformers.convert_slow_tokenizer", "hf").bytes_to_unicode()
     vocabulary = {letter: byte for byte, letter in letters.items()}
-    inner = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=vocabulary, merges=[]))
-    inner.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(
-        add_prefix_space=False, use_regex=False
-    )
-    inner.decoder = tokenizers.decoders.ByteLevel()
-    inner.add_special_tokens([END, *(f"<|{role}|>" for role in ROLES)])
+    bpe = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=vocabulary, merges=[]))
+    bpe.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    bpe.decoder = tokenizers.decoders.ByteLevel()
+    bpe.add_special_tokens([END, *(f"<|{role}|>" for role in ROLES)])
     return transformers.PreTrainedTokenizerFast(
-        tokenizer_object=inner,
+        tokenizer_object=bpe,
         eos_token=END,
         pad_token=END,
         chat_template=CHAT_TEMPLATE,

@@ -569,12 +569,9 @@ def _matches(
     """Return position -> what was found in its rows above ``after``, where anything was."""
     matches = {}
     for position, event in events.items():
-        columns = [
-            (values.pieces, held)
-            for name, values in event.segment.objects.items()
-            if (held := _held(name, values.pieces, text, exact=exact))
-        ]
-        if columns:
+        objects = event.segment.objects.items()
+        columns = [(of.pieces, _held(name, of.pieces, text, exact=exact)) for name, of in objects]
+        if any(held for _, held in columns):
             assert isinstance(event.fact, ExperiencesRecorded)  # the kind that was read
             rows = fold.rows_recorded_by(position, event.fact)
             matches[position] = [

@@ -110,10 +110,8 @@ def fates(tx: Transaction, experiment: int, rows: Sequence[ExperienceRow]) -> di
     for name, address, note in annotated:
         notes[name, address][note] = steps[note]
     names = [strategy.name for strategy in strategies]
-    rejected = {
-        (row.consumer, row.address): row
-        for row in inspection.rejections(tx, experiment, names, addresses)
-    }
+    rejections = inspection.rejections(tx, experiment, names, addresses)
+    rejected = {(row.consumer, row.address): row for row in rejections}
     waiting = inspection.still_waiting(tx, experiment, names, addresses)
     # An expert's set is read by trainers of other experiments, whose configurations are not here.
     read = {EXPERTS_SET, *(row.config.get("strategy") for row in trainers.values())}
@@ -209,6 +207,7 @@ class Why:
     reasons: tuple[Reason, ...]
 
 
+_Rows = Sequence[ExperienceRow]
 _Reasons = Iterator[tuple[int | None, str]]
 """Position of each event that decided, and what it did; None: it has not happened."""
 
@@ -250,9 +249,7 @@ async def why(source: Source, uid: str) -> Why:
     return Why(uid, trained, verdict, tuple(explained))
 
 
-def _require_planned(
-    where: str, eid: EID, batch: BatchRow | None, group: Sequence[ExperienceRow]
-) -> None:
+def _require_planned(where: str, eid: EID, batch: BatchRow | None, group: _Rows) -> None:
     """Raise UnknownNameError unless an experience that is not stored was planned."""
     neither = f"{where} neither holds nor planned {eid.uid!r}"
     # A slip in the step or the suffix is likelier than a rollout that was never planned.
@@ -301,11 +298,7 @@ def _of_the_writer(eid: EID, batch: BatchRow | None, row: ExperienceRow | None) 
 
 
 def _of_a_set(
-    tx: Transaction,
-    source: Source,
-    fate: Fate,
-    batch: BatchRow | None,
-    group: Sequence[ExperienceRow],
+    tx: Transaction, source: Source, fate: Fate, batch: BatchRow | None, group: _Rows
 ) -> _Reasons:
     name, experiment = f"set {fate.annotation_set}", source.key
     if fate.state == "rejected":
@@ -383,7 +376,7 @@ def _of_the_log(tx: Transaction, source: Source, served_at: int, last: int | Non
                 yield stored.position, f"trainer {name}: rewound from step {start} to step {to}"
 
 
-def _lacking(batch: BatchRow | None, group: Sequence[ExperienceRow]) -> str:
+def _lacking(batch: BatchRow | None, group: _Rows) -> str:
     """Describe the runs that an undecided group has and lacks."""
     planned = None if batch is None else batch.rollouts_per_group
     if batch is None or planned is None:

@@ -130,9 +130,7 @@ async def overview_of(source: Source) -> ExperimentOverview:
     return await source.read(_overview, source.name, source.key, source.position)
 
 
-def _overview(
-    tx: Transaction, name: str, key: int, position: int | None = None
-) -> ExperimentOverview:
+def _overview(tx: Transaction, name: str, key: int, as_of: int | None = None) -> ExperimentOverview:
     numbers, consumers = counters.numbers_of(tx, key), writer_queries.consumers(tx, key)
 
     def progress(row: ConsumerRow) -> TrainerProgress:
@@ -151,16 +149,15 @@ def _overview(
         lags = [step - 1 - versions[address] for step, address in rows if address in versions]
         mean, terms = fmean(lags) if lags else None, counts.of_trainer(tx, key, row, numbers)
         last = (row.leased_step, row.committed_step)
-        return TrainerProgress(
-            row.name, *last, mean, backlog.undelivered, backlog.uncommitted, terms
-        )
+        groups = (backlog.undelivered, backlog.uncommitted)
+        return TrainerProgress(row.name, *last, mean, *groups, terms)
 
     own = {state: number for (consumer, state), number in numbers.items() if not consumer}
     strategies = [row for row in consumers.values() if row.kind == "strategy"]
     trainers = [row for row in consumers.values() if row.kind == "trainer"]
     config, finished = writer_queries.config_of(tx, key) or ({}, False)
     policy = writer_queries.newest_policy(tx, key, config.get("trainer") or "trainer")
-    head = log.head(tx, key) if position is None else position
+    head = log.head(tx, key) if as_of is None else as_of
     times = {at: us / 1e6 for at, us in log.recorded_at(tx, key, [1, head]).items()}
     guests = sorted({consumer for consumer, _ in numbers if "/" in consumer})
     return ExperimentOverview(
@@ -249,7 +246,7 @@ async def rejections(
     Raises:
         UnknownNameError: no such consumer.
     """
-    key = source.key
+    name, key = source.name, source.key
     page: dict[str, Any] = {"reason": reason, "limit": limit, "before": before}
 
     def read(tx: Transaction) -> list[Rejected]:
@@ -258,9 +255,7 @@ async def rejections(
         names = list(dict.fromkeys([*consumers, *inspection.who_rejected(tx, key)]))
         if by is not None and by not in {*names, DOOR}:
             there = ", ".join([*names, DOOR])
-            raise UnknownNameError(
-                f"{source.name!r} has no strategy or trainer {by!r} (there: {there})"
-            )
+            raise UnknownNameError(f"{name!r} has no strategy or trainer {by!r} (there: {there})")
         kinds = {name: consumers[name].kind if name in consumers else "trainer" for name in names}
         # No index finds what was refused: where nothing was, all rows would be read for it.
         refuses = counters.reasons(counters.numbers_of(tx, key), "")

@@ -144,9 +144,8 @@ def chosen_set(
     """
     names = [name for name, row in consumers.items() if row.kind == "strategy"]
     if wanted is not None and wanted not in names:
-        raise errors.UnknownNameError(
-            f"no annotation set {wanted!r} (there: {', '.join(names) or 'none'})"
-        )
+        known = ", ".join(names) or "none"
+        raise errors.UnknownNameError(f"no annotation set {wanted!r} (there: {known})")
     trainers = [row for row in consumers.values() if row.kind == "trainer"]
     asked = [row for row in trainers if trainer in (None, row.name)]
     trained = [row.config["strategy"] for row in sorted(asked, key=lambda row: -row.leased_step)]

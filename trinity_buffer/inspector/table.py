@@ -55,9 +55,8 @@ def array_of(arrow: Any, values: Sequence[Any], kind: Any) -> Any:
     ends = np.zeros(len(values) + 1, np.int32)
     np.cumsum([0 if row is None else len(row) for row in values], out=ends[1:])
     absent = arrow.array([row is None for row in values])
-    return arrow.ListArray.from_arrays(
-        arrow.array(ends), flat.cast(kind.value_type), type=kind, mask=absent
-    )
+    offsets, elements = arrow.array(ends), flat.cast(kind.value_type)
+    return arrow.ListArray.from_arrays(offsets, elements, type=kind, mask=absent)
 
 
 def _number(value: Any) -> float | None:
@@ -192,10 +191,8 @@ async def record_batches(
         columns["damaged"] = [None] * len(rows)
         for place, both in enumerate(zip(addresses, noted, strict=True) if damaged else ()):
             positions = [position_of(address) for address in both if address is not None]
-            reasons = [
-                f"event {at} cannot be read: {damaged[at]}" for at in positions if at in damaged
-            ]
-            columns["damaged"][place] = "; ".join(reasons) or None
+            why = [f"event {at} cannot be read: {damaged[at]}" for at in positions if at in damaged]
+            columns["damaged"][place] = "; ".join(why) or None
         return columns
 
     schema: Any = None
@@ -211,13 +208,11 @@ async def record_batches(
         yield arrow.RecordBatch.from_pylist([], schema=schema_of(arrow, {}))
 
 
-async def _pages(
-    source: Source, of_step: tuple[int, str] | None
-) -> AsyncIterator[list[ExperienceRow]]:
+async def _pages(source: Source, of: tuple[int, str] | None) -> AsyncIterator[list[ExperienceRow]]:
     """Yield the rows of a step of a trainer, or all; each page asks the same questions once."""
     limit = 2 * sizes.experiences_per_page
-    if of_step is not None:
-        step, trainer = of_step
+    if of is not None:
+        step, trainer = of
         rows = await rows_of_step(source, step, trainer=trainer)
         for start in range(0, len(rows), limit):
             yield rows[start : start + limit]
@@ -307,12 +302,8 @@ def _what_became(
     fate = next((fate for fate in by_set if fate.annotation_set == own), None)
     if fate is None:
         return None, {"state": None if row.refused is None else "refused", "reason": row.refused}
-    known = [
-        (note, step)
-        for note, steps in fate.annotations.items()
-        for step in steps
-        if step.trainer in trainers and wanted in (None, step.step)
-    ]
+    held = ((note, step) for note, steps in fate.annotations.items() for step in steps)
+    known = [of for of in held if of[1].trainer in trainers and wanted in (None, of[1].step)]
 
     def order(delivery: tuple[int, StepView]) -> tuple[int, int, int]:
         step = delivery[1]

@@ -283,10 +283,8 @@ def _page(view: View) -> Any:
     async def answer(request: Request) -> Response:
         bar, state = _bar(request), request.app.state
         part, position = request.path_params.get("part", ""), bar["position"]
-        experiment = await state.store.experiment(bar["name"])
-        opened = (
-            as_of(experiment, None) if position is None else state.earlier.at(experiment, position)
-        )
+        run = await state.store.experiment(bar["name"])
+        opened = as_of(run, None) if position is None else state.earlier.at(run, position)
         async with opened as source:
             template, shown = await view(Asked(state.store, source, request.query_params, part))
         return HTMLResponse(rendered(template, {"live": None, **shown, **bar}))

@@ -141,13 +141,11 @@ async def steps_page(asked: Asked) -> Page:
     }
 
 
-async def _of_trainer(
-    asked: Asked, question: Callable[..., Awaitable[list[T]]], limit: int
-) -> list[T]:
-    """Return the rows of ``question`` for the trainer; none if none was named or exists."""
+async def _of_trainer(asked: Asked, ask: Callable[..., Awaitable[list[T]]], limit: int) -> list[T]:
+    """Return the rows that ``ask`` returns for the trainer; none if none was named or exists."""
     trainer, after = asked.text("trainer"), asked.whole("after")
     try:
-        return await question(asked.source, trainer=trainer, after=after, limit=limit)
+        return await ask(asked.source, trainer=trainer, after=after, limit=limit)
     except UnknownNameError:
         # A run without a trainer has an empty page, and a wrong name is an error.
         if trainer is not None:
@@ -334,21 +332,16 @@ async def groups_page(asked: Asked) -> Page:
     page = await inspector.groups(
         asked.source, annotation_set=chosen, batch=batch, limit=limit, before=before
     )
-    more = batch is None and len(page) == PAGE
-    return "groups.html", {
-        "groups": page,
-        "batch": batch,
-        **turned(asked, "before", min(g.newest for g in page) if more else None, ["batch", "set"]),
-    }
+    oldest = min(g.newest for g in page) if batch is None and len(page) == PAGE else None
+    turns = turned(asked, "before", oldest, ["batch", "set"])
+    return "groups.html", {"groups": page, "batch": batch, **turns}
 
 
 async def rejected_page(asked: Asked) -> Page:
     """Return the rejected rows; of one consumer, page by page."""
-    source, by = asked.source, asked.text("by")
+    source, by, reason = asked.source, asked.text("by"), asked.text("reason")
     before = asked.whole("before", GREATEST)
-    page = await inspector.rejections(
-        source, by=by, reason=asked.text("reason"), limit=PAGE, before=before
-    )
+    page = await inspector.rejections(source, by=by, reason=reason, limit=PAGE, before=before)
     more = None
     if by and len(page) == PAGE:
         last = [row.address.split(":") for row in page if row.position == page[-1].position]
@@ -357,7 +350,7 @@ async def rejected_page(asked: Asked) -> Page:
         "counts": await inspector.rejection_counts(source),
         "rejected": page,
         "by": by,
-        "reason": asked.text("reason"),
+        "reason": reason,
         **turned(asked, "before", more, ["by", "reason"]),
     }
 

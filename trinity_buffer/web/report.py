@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 from trinity_buffer import inspector
 from trinity_buffer.errors import DamagedSegmentError, UnknownNameError
@@ -64,9 +63,7 @@ def charts_of(step_lines: Sequence[inspector.StepLine]) -> list[Shape]:
     return [chart for chart in made if chart is not None]
 
 
-async def _last_step(
-    source: Source, lines: Sequence[inspector.StepLine]
-) -> Mapping[str, Any] | None:
+async def _last_step(source: Source, lines: Sequence[inspector.StepLine]) -> Shape | None:
     """Return the last committed step: rewards as a histogram, and the rows that weighed most."""
     committed = [line for line in lines if line.state == "committed"]
     if not committed:
@@ -78,12 +75,9 @@ async def _last_step(
         return None
     own = [row for row in contents.rows if not row.experiment and row.uid]
     heaviest = sorted(own, key=ROW_ORDERS["abs-advantage"])[:ROWS]
-    return {
-        "line": contents.line,
-        "proven": contents.proven,
-        "bars": histogram(rewards_of_runs(own)),
-        "rows": [(row, await _text(source, row)) for row in heaviest],
-    }
+    rows = [(row, await _text(source, row)) for row in heaviest]
+    bars = histogram(rewards_of_runs(own))
+    return {"line": contents.line, "proven": contents.proven, "bars": bars, "rows": rows}
 
 
 async def _text(source: Source, row: TrainedRow) -> str:

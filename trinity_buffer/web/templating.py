@@ -20,9 +20,8 @@ _DOTS = {".": "!.", "..": "!.."}
 def templates() -> Environment:
     """Return the templates of this package; whatever is put into one stays text."""
     # Autoescape: what a rollout says is never markup of ours.
-    made = Environment(
-        loader=PackageLoader("trinity_buffer.web"), autoescape=True, undefined=StrictUndefined
-    )
+    loader = PackageLoader("trinity_buffer.web")
+    made = Environment(loader=loader, autoescape=True, undefined=StrictUndefined)
     made.filters |= {"number": number, "segment": segment, "cut": cut, "own_name": own_name}
     made.filters["time"] = partial(time_of, unknown="–")
     return made
