@@ -13,7 +13,7 @@ from trinity_buffer.events import Fact
 from trinity_buffer.store import log, writer_queries
 from trinity_buffer.store.connection import Database
 from trinity_buffer.store.log import StoredEvent
-from trinity_buffer.store.transaction import Transaction
+from trinity_buffer.store.transaction import Transaction, one_statement
 
 
 class ExperimentHandle:
@@ -96,6 +96,7 @@ def fact_at(experiment: str, stored: StoredEvent, kind: type[T]) -> T:
     return fact
 
 
+@one_statement
 def stored_at(
     tx: Transaction, key: int, experiment: str, positions: Iterable[int]
 ) -> dict[int, StoredEvent]:
