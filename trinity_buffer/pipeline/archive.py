@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from importlib.util import find_spec
 from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import quote
@@ -82,11 +83,8 @@ def write_archive(
     temporary = folder / f"{uuid.uuid4().hex}.writing"
     try:
         with parquet.ParquetWriter(temporary, schema, compression="zstd", **plain) as file:
-            part_rows = (
-                (key, family, *part)
-                for family, key in sorted((family, key) for key, family in parts)
-                for part in parts[key, family]
-            )
+            in_order = sorted(parts, key=itemgetter(1, 0))
+            part_rows = ((*of, *part) for of in in_order for part in parts[of])
             # Each row group holds one family, so that readers skip the others by their statistics.
             groups = by_size(
                 part_rows,

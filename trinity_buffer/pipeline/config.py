@@ -316,11 +316,8 @@ def _meant(key: object, prefix: str, known: Collection[str]) -> str:
 
     A key of the same name in another section is a better guess than a similar name in this one.
     """
-    paths = [
-        *CONFIG,
-        *(f"{name}.{key}" for name in SECTIONS for key in options.option_types(SECTIONS[name])),
-    ]
-    meant = [path for path in paths if path.rpartition(".")[2] == key]
+    inner = (f"{name}.{k}" for name, of in SECTIONS.items() for k in options.option_types(of))
+    meant = [path for path in (*CONFIG, *inner) if path.rpartition(".")[2] == key]
     if (close := closest(str(key), known)) is not None:
         meant.append(prefix + close)
     return f"did you mean {meant[0]!r}?" if meant else f"there are: {', '.join(sorted(known))}."

@@ -181,7 +181,7 @@ def plan_microbatches(
     size = 2 if pairs and layout == "padded" else 1
     ranks = [[*range(len(lengths))]]
     if world_size > 1:
-        ranks = _assign_to_ranks(lengths, groups, world_size)
+        ranks = _on_ranks(lengths, groups, world_size)
     for rows in ranks:
         if by_length and layout == "padded" and tokens_per_microbatch is not None and not pairs:
             rows = sorted(rows, key=lambda row: -lengths[row])
@@ -198,9 +198,7 @@ def plan_microbatches(
     return order, plans
 
 
-def _assign_to_ranks(
-    lengths: Sequence[int], groups: Sequence[int], world_size: int
-) -> list[list[int]]:
+def _on_ranks(lengths: Sequence[int], groups: Sequence[int], world_size: int) -> list[list[int]]:
     """Return the rows of each rank, with whole groups together."""
     members: dict[int, list[int]] = {}
     for row, group in enumerate(groups):

@@ -445,12 +445,10 @@ def _create_or_change(
     key = log.create_experiment(tx, name)
     tx.lock(key)
     stored = writer_queries.config_of(tx, key)
-    before = {} if stored is None else stored[0]
-    changes = {
-        k: [before.get(k), v] for k, v in wanted.items() if k not in before or before[k] != v
-    }
+    old = {} if stored is None else stored[0]
+    changes = {k: [old.get(k), v] for k, v in wanted.items() if k not in old or old[k] != v}
     new = {k: wanted[k] for k in changes}
-    known = ("schema", EXTRA, *(k for k in before if k not in CONFIG))  # of an older version
+    known = ("schema", EXTRA, *(k for k in old if k not in CONFIG))  # of an older version
     remedy = f" Keep what is your own under {EXTRA!r}"
     refuse_unknown(new, f"experiment {name!r}: ", known, remedy)
     if stored is None:
@@ -464,7 +462,7 @@ def _create_or_change(
             f"experiment {name!r} has schema={then!r}, which cannot become {now!r}; create another "
             "experiment"
         )
-    after = {**before, **wanted}
+    after = {**old, **wanted}
     if changes:
         event = new_event(ConfigurationChanged(changes=changes, config=after))
         log.append(tx, key, [(actor, event)])
@@ -496,9 +494,8 @@ async def open_store(
         UnsafeStoreError: a network file system, or a SQLite library that may lose commits.
     """
     keep_what_is_freed()
-    async with open_database(
-        url, read_only=read_only, durability=durability, create=create
-    ) as database:
+    opened = open_database(url, read_only=read_only, durability=durability, create=create)
+    async with opened as database:
         store = Store(database)
         try:
             yield store

@@ -187,12 +187,9 @@ class StrategyConsumer:
         grouping = Grouping(self._unit, self.rules)
         due_us = math.inf if self.rules.group_timeout_s is None else 0.0
         self._reader = UnitReader(experiment, self.name, grouping, self._cache, due_us, rewards)
-        self._watch = waiting.RejectionWatch(
-            f"strategy {self.name!r}",
-            experiment.config.get("groups_per_step"),
-            experiment.config.get("max_rejected_steps", waiting.MAX_REJECTED_STEPS),
-            counts="groups",
-        )
+        who, size = f"strategy {self.name!r}", experiment.config.get("groups_per_step")
+        most = experiment.config.get("max_rejected_steps", waiting.MAX_REJECTED_STEPS)
+        self._watch = waiting.RejectionWatch(who, size, most, counts="groups")
         database, key = experiment.database, experiment.key
         self._presence = waiting.Presence(database, key, "strategy", self.name)
         # Several trainers share the set `recorded`, and may decide at once: the rows of `waiting`
@@ -302,17 +299,15 @@ class StrategyConsumer:
 
     async def _decide_all(self, *, follow: bool) -> None:
         """Decide units, or stand by while another process does, until the work is done."""
-        database, changes = self.experiment.database, self.experiment.database.changes
-        key = self.experiment.key if self._speaks else None  # inside a trainer, its own wait ends
-        wait = waiting.ReportedWait(
-            database, key, self._waiting_for, self._presence, aloud=self._speaks
-        )
+        database, speaks = self.experiment.database, self._speaks
+        key = self.experiment.key if speaks else None  # inside a trainer, its own wait ends
+        wait = waiting.ReportedWait(database, key, self._waiting_for, self._presence, aloud=speaks)
         other: Standby | None = None
         while True:
             # At once: a trainer that follows waits for a strategy that it sees, and ends otherwise.
             await self._presence.seen(at_once=follow)
             # Taken before all is read, so that what is committed meanwhile ends the wait.
-            state = await changes.state()
+            state = await database.changes.state()
             if await self._lease.ask():
                 wait.over()
                 if await self._decide_on(wait, follow=follow):
@@ -512,9 +507,8 @@ class StrategyConsumer:
                 # In the event loop, since `add` is a coroutine of the user's: where it blocks that
                 # for long, it can lose the lease, as `StrategyLease.invalidate` explains.
                 with deciding.blame_strategy(self.name, partial(str, members[0].eid.uid)):
-                    decision.metrics.append(
-                        deciding.metrics_of(await self.strategy.add(members, self._calls))
-                    )
+                    answer = await self.strategy.add(members, self._calls)
+                    decision.metrics.append(deciding.metrics_of(answer))
                 self._calls += 1
         await anyio.to_thread.run_sync(decision.take, self._staged, seen, rows)
         await database.session(lambda s: self._commit(s, decision, units))

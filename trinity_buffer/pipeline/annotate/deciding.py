@@ -19,6 +19,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from trinity_buffer import events
 from trinity_buffer.algorithm import ADD_STRATEGY
 from trinity_buffer.algorithm.add_strategy import AddStrategy, AdvantageAddStrategy
 from trinity_buffer.algorithm.advantage_fn import PipelineAdvantage
@@ -27,12 +28,6 @@ from trinity_buffer.algorithm.group_scores import Over, RewardScorer
 from trinity_buffer.codec.objects import new_event
 from trinity_buffer.codec.segments import ANNOTATED, Column, content_digest, encode_segment
 from trinity_buffer.errors import InvalidArgumentError, UnknownNameError
-from trinity_buffer.events import (
-    ExperiencesAnnotated,
-    ExperiencesRecorded,
-    ExperiencesRejected,
-    NewEvent,
-)
 from trinity_buffer.experience import Experience
 from trinity_buffer.identity import storable
 from trinity_buffer.options import GroupingRules, renamed
@@ -54,7 +49,7 @@ _COPYING = (
 
 def table_of(
     groups: Sequence[Group],
-    events: Mapping[int, ExperiencesRecorded],
+    recorded: Mapping[int, events.ExperiencesRecorded],
     assigned: Mapping[int, float] | None = None,
 ) -> dict[str, NDArray[Any]]:
     """Return columns of the members of ``groups``, ordered by group, run and step.
@@ -64,19 +59,18 @@ def table_of(
 
     Args:
         groups: each with members.
-        events: position -> what was recorded there, for all members.
+        recorded: position -> what was recorded there, for all members.
         assigned: address -> reward, in place of the recorded ones.
     """
     addresses = np.fromiter(chain.from_iterable(g.members for g in groups), np.int64)
     group = np.repeat(np.arange(len(groups)), [len(group.members) for group in groups])
-    positions = np.array(sorted(events), np.int64)
-    columns = [events[position].columns for position in positions.tolist()]
+    positions = np.array(sorted(recorded), np.int64)
+    columns = [recorded[position].columns for position in positions.tolist()]
     starts = np.cumsum([0, *(len(each.run) for each in columns)])
     event = np.searchsorted(positions, addresses >> SLOT_BITS)
     rows = starts[event] + (addresses & (MAX_ROWS_PER_EVENT - 1))
-    dtypes: dict[str, Any] = dict.fromkeys(
-        ("step", "run", "response_length", "trained_tokens"), np.int64
-    )
+    integers = ("step", "run", "response_length", "trained_tokens")
+    dtypes: dict[str, Any] = dict.fromkeys(integers, np.int64)
     dtypes |= {"suffix": np.str_, "task": object, "batch": object, "reward": np.float64}
     table: dict[str, NDArray[Any]] = {
         name: np.array([value for each in columns for value in getattr(each, name)], dtype)[rows]
@@ -243,15 +237,13 @@ class Decision:
         self.tids = list(groups)
         self.blob = encode_annotations(annotated) if annotated else b""
 
-    def require_fitting(
-        self, written: Sequence[Experience], rows: Mapping[int, ExperienceRow]
-    ) -> None:
+    def require_fitting(self, written: list[Experience], rows: Mapping[int, ExperienceRow]) -> None:
         """Raise unless each experience occurs once, unchanged, with one number per token.
 
         Raises:
             InvalidArgumentError: names the first experience that does not.
         """
-        there = set[str]()
+        whose, there = f"strategy {self.strategy!r}", set[str]()
         for experience in written:
             row, uid = rows[experience.address or 0], experience.eid.uid
             own = row.eid
@@ -260,13 +252,11 @@ class Decision:
             in_other = experience.eid.tid != own.tid and experience.eid.tid in self.planned
             if uid != own.uid and (in_other or not is_copy):
                 raise InvalidArgumentError(
-                    f"strategy {self.strategy!r} wrote {own.uid} as {uid}: what it keeps stays "
-                    f"under its own address, and {_COPYING}"
+                    f"{whose} wrote {own.uid} as {uid}: what it keeps stays under its own address, "
+                    f"and {_COPYING}"
                 )
             if uid in there:
-                raise InvalidArgumentError(
-                    f"strategy {self.strategy!r} wrote {uid} twice: {_COPYING}"
-                )
+                raise InvalidArgumentError(f"{whose} wrote {uid} twice: {_COPYING}")
             there.add(uid)
             tokens = row.length - row.prompt_length
             for name in ANNOTATED:
@@ -281,23 +271,25 @@ class Decision:
                 else:
                     continue
                 raise InvalidArgumentError(
-                    f"strategy {self.strategy!r} gave {uid} {name} {problem}: "
-                    f"its response has {tokens} tokens, so give [{tokens}]"
+                    f"{whose} gave {uid} {name} {problem}: its response has {tokens} tokens, so "
+                    f"give [{tokens}]"
                 )
 
-    def encode(self, store: SegmentStore, *, calls: int) -> tuple[list[NewEvent], list[SegmentRow]]:
+    def encode(
+        self, store: SegmentStore, *, calls: int
+    ) -> tuple[list[events.NewEvent], list[SegmentRow]]:
         """Return the events of the decision, and the rows of its segment in ``store``.
 
         Args:
             store: where annotations are put.
             calls: how often the strategy was called so far.
         """
-        events, segment_rows = list[NewEvent](), list[SegmentRow]()
+        made, segment_rows = list[events.NewEvent](), list[SegmentRow]()
         known: dict[str, Any] = {"consumer": self.strategy, "seen": self.seen, "calls": calls}
         if self.experiences:
             key = new_key()
             segment_rows = store.put(key, {"annotation": [self.blob]})
-            annotated = ExperiencesAnnotated(
+            annotated = events.ExperiencesAnnotated(
                 **known,
                 after=self.after,
                 segment=key,
@@ -308,7 +300,7 @@ class Decision:
                 planned=[self.planned.get(tid, False) for tid in self.tids],
                 metrics=self.metrics,
             )
-            events.append(new_event(annotated))
+            made.append(new_event(annotated))
         # Bounds of explorers count planned groups, so those that will not come are recorded.
         left_out = sum(self.planned[tid] for tid in self.planned.keys() - set(self.tids))
         for address, reason in self.reasons.items():
@@ -320,17 +312,17 @@ class Decision:
             self.reasons[address] = storable(reason)
         if self.reasons or left_out:
             addresses = sorted(self.reasons)
-            rejected = ExperiencesRejected(
+            rejected = events.ExperiencesRejected(
                 **known,
                 # One event of the commit is enough to check the cursor.
-                after=None if events else self.after,
+                after=None if made else self.after,
                 by="strategy",
                 experiences=addresses,
                 reasons=[self.reasons[address] for address in addresses],
                 planned_groups=left_out,
             )
-            events.append(new_event(rejected))
-        return events, segment_rows
+            made.append(new_event(rejected))
+        return made, segment_rows
 
 
 def fields_of(experience: Experience, over: Over) -> dict[str, tuple[Any, int]]:
@@ -454,11 +446,8 @@ def classes_of(strategies: StrategyLike) -> Classes:
             raise UnknownNameError(f"{strategy!r} is not an AddStrategy{hint}; known are {known}")
         name = strategy if isinstance(strategy, str) else ADD_STRATEGY.name_of(kind)
         if issubclass(kind, PipelineAdvantage):
-            kind = type(
-                kind.__name__,
-                (AdvantageAddStrategy,),
-                {"advantage_fn": kind, "__module__": kind.__module__},
-            )
+            members = {"advantage_fn": kind, "__module__": kind.__module__}
+            kind = type(kind.__name__, (AdvantageAddStrategy,), members)
         classes.append((name, kind))
     return classes
 

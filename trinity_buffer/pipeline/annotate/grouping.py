@@ -14,7 +14,7 @@ from __future__ import annotations
 import logging
 import math
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import groupby
@@ -210,18 +210,14 @@ class Grouping:
         """Return when the next open group is overdue, and when one is idle; infinite: never."""
         is_timed = min(self.timeout_us, self._idle_us) < math.inf
         undecided = [g for g in self.groups.values() if is_timed and not g.decided]
-        return (
-            min((group.overdue_us for group in undecided), default=math.inf),
-            min((group.idle_us for group in undecided), default=math.inf),
-        )
+        overdue_us = min((group.overdue_us for group in undecided), default=math.inf)
+        return overdue_us, min((group.idle_us for group in undecided), default=math.inf)
 
     def take_ready(self, now_us: int) -> list[ReadyUnit]:
         """Return, once, every ready unit, oldest batch first; forget finished batches."""
         if min(self.next_ends_us()) <= now_us:
             # A deadline can close groups of any batch, not only of those with new rows.
-            self._candidates.update(
-                key[0] for key, group in self.groups.items() if not group.decided
-            )
+            self._candidates |= {g.key[0] for g in self.groups.values() if not g.decided}
         units: list[ReadyUnit] = []
         for key in [key for key in self.batches if key in self._candidates]:
             batch = self.batches[key]
@@ -242,11 +238,9 @@ class Grouping:
         """Return the groups of a batch that are to be decided now."""
         undecided = [group for group in batch.groups if not group.decided]
         ready = [
-            group
-            for group in undecided
-            if batch.sealed
-            or min(group.overdue_us, group.idle_us) <= now_us
-            or group.has_all(group.runs)
+            g
+            for g in undecided
+            if batch.sealed or min(g.overdue_us, g.idle_us) <= now_us or g.has_all(g.runs)
         ]
         if self.unit == "group":
             return ready
@@ -405,9 +399,7 @@ class UnitReader:
             self.scorings_read = head if len(assigned) < limit else assigned[-1].position
         return next((place for place in places if place > self.scored), None)
 
-    def _take(
-        self, s: ReadSession, page: Sequence[StoredEvent], waiting: Collection[int] | None
-    ) -> None:
+    def _take(self, s: ReadSession, page: Sequence[StoredEvent], waiting: set[int] | None) -> None:
         """Feed events to the grouping.
 
         Args:

@@ -239,8 +239,7 @@ def lacks_of(
 def _missing_runs(tx: Transaction, experiment: int, row: BatchRow) -> list[int]:
     """Return how many runs each incomplete group of a planned batch lacks."""
     size = row.rollouts_per_group or 0
+    runs = writer_queries.runs_of(tx, experiment, str(row.batch))
     # Runs beyond the plan do not make a group complete.
-    stored = Counter(
-        task for task, run in writer_queries.runs_of(tx, experiment, str(row.batch)) if run < size
-    )
+    stored = Counter(task for task, run in runs if run < size)
     return [size - stored[str(task)] for task in row.tasks if stored[str(task)] < size]

@@ -335,13 +335,9 @@ class LoadedRows:
                 replace(block, rows=moved.setdefault(id(block.rows), places[block.rows]))
                 for block in of.blocks
             ]
-        return replace(
-            self,
-            facts=self.facts.reordered([*order]),
-            expert=self.expert[[*order]],
-            fields=fields,
-            multi_modal=[self.multi_modal[row] for row in order],
-        )
+        facts, modal = self.facts.reordered([*order]), [self.multi_modal[row] for row in order]
+        expert = self.expert[[*order]]
+        return replace(self, facts=facts, expert=expert, fields=fields, multi_modal=modal)
 
     def planned_lengths(self, layout: str) -> Array:
         """Return the tokens of each row that `plan_microbatches` counts.
@@ -618,9 +614,7 @@ async def experiences_of(experiment: ExperimentHandle, manifest: BatchLeased) ->
         writer_queries.experience_rows, experiment.key, sorted(set(manifest.experiences))
     )
     experiences = await load_experiences(database, loader.events, rows, ALL_FAMILIES)
-    by_address = {
-        row.address: experience for row, experience in zip(rows, experiences, strict=True)
-    }
+    by_address = {row.address: loaded for row, loaded in zip(rows, experiences, strict=True)}
     # Each its own: copies of an experience may have other advantages.
     ordered = [copy(by_address[address]) for address in manifest.experiences]
 

@@ -169,7 +169,7 @@ def contiguous_ranges(numbers: npt.NDArray[Any] | Sequence[int]) -> list[tuple[i
 
 
 Floats = npt.NDArray[np.float64]
-Integers = npt.NDArray[Any]
+Ints = npt.NDArray[Any]
 
 
 class RunRewards(NamedTuple):
@@ -181,7 +181,7 @@ class RunRewards(NamedTuple):
         means: ``[runs]``, the mean over the rows of each run, NaN if none has a reward.
     """
 
-    runs: Integers
+    runs: Ints
     rows: Floats
     means: Floats
 
@@ -192,9 +192,7 @@ class RunRewards(NamedTuple):
         return fmean(known.tolist()) if len(known) else None
 
 
-def rewards_by_run(
-    rewards: Floats, groups: Integers, runs: Integers, steps: Integers
-) -> RunRewards:
+def rewards_by_run(rewards: Floats, groups: Ints, runs: Ints, steps: Ints) -> RunRewards:
     """Return the rewards of rows and of their runs.
 
     Args:
@@ -240,7 +238,7 @@ class EventCache:
         Ask for everything that is used together in one call: it may evict all other events.
 
         Raises:
-            errors.CodecError: no event, an unreadable one, or one without rows.
+            CodecError: no event, an unreadable one, or one without rows.
         """
         events = {at: self._known[at] for at in positions if at in self._known}
         if unknown := set(positions) - events.keys():

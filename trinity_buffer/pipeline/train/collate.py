@@ -187,13 +187,8 @@ def _halves(rows: LoadedRows) -> LoadedRows:
         trained_tokens=trained,
         sampling=np.full(len(answers), None),
     )
-    return replace(
-        rows,
-        facts=facts,
-        expert=rows.expert[pair_of],
-        fields=fields,
-        multi_modal=[modal for modal in rows.multi_modal for _ in range(2)],
-    )
+    expert, modal = rows.expert[pair_of], [of for of in rows.multi_modal for _ in range(2)]
+    return replace(rows, facts=facts, expert=expert, fields=fields, multi_modal=modal)
 
 
 def _responses(rows: LoadedRows, *, pairs: bool) -> tuple[dict[str, Field], Array | None]:

@@ -239,10 +239,8 @@ class StepMemory:
         widths = {name: number * np.dtype(dtype).itemsize for name, dtype in dtypes.items()}
         begins, size = begins_of(widths)
         piece = self.take(size)
-        return {
-            name: piece[begin : begin + widths[name]].view(dtypes[name])
-            for name, begin in begins.items()
-        }
+        own = {name: piece[begin : begin + widths[name]] for name, begin in begins.items()}
+        return {name: column.view(dtypes[name]) for name, column in own.items()}
 
 
 class CudaTransfers:

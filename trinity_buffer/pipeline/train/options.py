@@ -247,9 +247,7 @@ async def last_commit(
     return Resume(last.step, path, digest, chain, skipped, metrics, commit.environment)
 
 
-async def require_checkpoint_of(
-    database: Database, experiment: int, trainer: str, step: int
-) -> None:
+async def require_checkpoint_of(database: Database, key: int, trainer: str, step: int) -> None:
     """Raise unless ``trainer`` can resume from ``step``: 0, or a step with an intact checkpoint.
 
     Checked before a rewind is recorded, which cannot be undone, or what it is to train with.
@@ -259,21 +257,20 @@ async def require_checkpoint_of(
     """
     if step == 0:
         return
-    consumer = await database.read(writer_queries.consumer_row, experiment, trainer)
+    consumer = await database.read(writer_queries.consumer_row, key, trainer)
     committed = 0 if consumer is None else consumer.committed_step
-    live = (await database.read(trainer_queries.steps, experiment, trainer))[:committed]
+    live = (await database.read(trainer_queries.steps, key, trainer))[:committed]
     saved = {row.step: row for row in live if row.checkpoint is not None}
     wanted, lacks = saved.pop(step, None), "has no checkpoint committed at that step"
     if wanted is not None:
-        lacks = (
-            f"committed {wanted.checkpoint}, which is gone (`train --keep-checkpoints` keeps it)"
-        )
         path, recorded = _path_of(wanted, database.folder), wanted.checkpoint_digest
+        made = f"committed {wanted.checkpoint}"
+        lacks = f"{made}, which is gone (`train --keep-checkpoints` keeps it)"
         if path.exists():
             actual = await anyio.to_thread.run_sync(partial(digest_of, path, like=recorded))
             if recorded in (None, actual):
                 return
-            lacks = f"committed {wanted.checkpoint}, whose content is another now (restore it)"
+            lacks = f"{made}, whose content is another now (restore it)"
     there = [str(at) for at, row in saved.items() if _path_of(row, database.folder).exists()]
     raise errors.CheckpointError(
         f"resume_from={step}: trainer {trainer!r} {lacks}; the last committed step is "
@@ -293,9 +290,8 @@ async def register(experiment: ExperimentHandle, consumer: str, annotation_set: 
     """
     config = {"strategy": annotation_set}
     event = new_event(ConsumerRegistered(consumer=consumer, kind="trainer", config=config))
-    row = await experiment.database.write(
-        writer_queries.registered, experiment.key, consumer, event
-    )
+    named = experiment.key, consumer
+    row = await experiment.database.write(writer_queries.registered, *named, event)
     if row.kind != "trainer" or row.config != config:
         raise errors.ConflictingStrategyError(
             f"consumer {consumer!r} is a {row.kind} on {row.config.get('strategy')!r}, not a "
@@ -329,9 +325,8 @@ async def rows_to_drop(
             source, row = stored
             annotated = inspection.annotation_rows(tx, sources[source].key, [row.address])
             notes = [note for _, _, note in annotated]
-            for _, _, step in inspection.deliveries(
-                tx, experiment.key, [trainer.name], notes, source
-            ):
+            of = tx, experiment.key, [trainer.name], notes, source
+            for _, _, step in inspection.deliveries(*of):
                 if step <= trainer.committed_step:
                     raise errors.InvalidArgumentError(
                         f"drop: row {uid} was trained in step {step} of trainer {trainer.name!r}, "

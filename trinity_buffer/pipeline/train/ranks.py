@@ -120,9 +120,7 @@ class RankSession:
         self._position = await self._append(assembled, token=lease.token)
         self.committed = committed
 
-    async def all_parts(
-        self, delivered: Sequence[Delivered], lease: TrainerLease
-    ) -> list[list[int]]:
+    async def all_parts(self, delivered: list[Delivered], lease: TrainerLease) -> list[list[int]]:
         """Wait until every other rank has recorded that its part of the steps is done.
 
         Args:
@@ -189,9 +187,8 @@ class RankSession:
     async def end(self, last_step: int) -> None:
         """Tell the other ranks that there are no steps after ``last_step``."""
         if self._world > 1:
-            await self._append(
-                events.StreamEnded(consumer=self._name, assembly=self._position, step=last_step)
-            )
+            at = self._position
+            await self._append(events.StreamEnded(consumer=self._name, assembly=at, step=last_step))
 
     # -- the other ranks
     # ------------------------------------------------------------------------------------------

@@ -31,20 +31,13 @@ from trinity_buffer.codec.objects import new_event
 from trinity_buffer.codec.segments import ANNOTATED
 from trinity_buffer.errors import InvalidArgumentError, TrainingError
 from trinity_buffer.limits import sizes
+from trinity_buffer.pipeline import manifest as manifests
 from trinity_buffer.pipeline.annotate.consumer import RECORDED
 from trinity_buffer.pipeline.coordination import diagnosis, waiting
 from trinity_buffer.pipeline.coordination.lease import TrainerLease
 from trinity_buffer.pipeline.handle import ExperimentHandle
 from trinity_buffer.pipeline.load.columns import UNREADABLE, Facts, LoadedRows, RowLoader
 from trinity_buffer.pipeline.load.reading import EventCache, contiguous_ranges
-from trinity_buffer.pipeline.manifest import (
-    MicroBatchPlan,
-    leased_step,
-    plan_microbatches,
-    plans_of,
-    repartitioned,
-    rows_by_rank,
-)
 from trinity_buffer.pipeline.train.collate import lacking_of
 from trinity_buffer.pipeline.train.options import Dropped, StreamOptions
 from trinity_buffer.store import trainer_queries
@@ -152,10 +145,8 @@ class ReadyGroups:
         self._at_end = not positions
         if not positions:
             return False
-        page = self._rows.events(s, positions)
-        annotated = [
-            of for of in map(page.get, positions) if isinstance(of, events.ExperiencesAnnotated)
-        ]
+        page, kind = self._rows.events(s, positions), events.ExperiencesAnnotated
+        annotated = [event for event in map(page.get, positions) if isinstance(event, kind)]
         experiences = [at for event in annotated for at in event.experiences]
         ranges = contiguous_ranges(experiences)
         places = [(divmod(experiences[a], MAX_ROWS_PER_EVENT), z - a) for a, z in ranges]
@@ -220,11 +211,9 @@ class StepSampler:
         self._lease = lease
         self._loader = loader
         self._pairs = experiment.config.get("schema") == "dpo"
-        self._watch = waiting.RejectionWatch(
-            f"trainer {options.consumer!r}",
-            options.groups_per_step,
-            experiment.config.get("max_rejected_steps", waiting.MAX_REJECTED_STEPS),
-        )
+        most = experiment.config.get("max_rejected_steps", waiting.MAX_REJECTED_STEPS)
+        who = f"trainer {options.consumer!r}"
+        self._watch = waiting.RejectionWatch(who, options.groups_per_step, most)
         self._sampling = options.sampling()
         # Each step takes as many groups as the first; only the bound on staleness moves.
         self._plan = self._sampling.plan(1, options.groups_per_step)
@@ -340,7 +329,7 @@ class StepSampler:
                 self._watch.rejected(len(groups), reasons, partial(self._first_uid, s, lease))
         self._watch.accepted()
         options, numbers = self._options, [lease.groups[place] for place in places]
-        order, microbatches = plan_microbatches(
+        order, microbatches = manifests.plan_microbatches(
             rows.planned_lengths(options.layout).tolist(),
             numbers,
             layout=options.layout,
@@ -357,7 +346,7 @@ class StepSampler:
             # -1: of a row that is left out below.
             numbers = [renumbered.get(number, -1) for number in lease.groups]
             lease = replace(lease, groups=numbers, planned_groups=planned)
-        return repartitioned(lease, [places[row] for row in order], microbatches), rows
+        return manifests.repartitioned(lease, [places[row] for row in order], microbatches), rows
 
     def _groups(self, s: Session, step: int, *, partial_ok: bool) -> list[ReadyGroup] | None:
         """Return the groups of ``step``, None if there are too few; fewer only if ``partial_ok``.
@@ -382,11 +371,8 @@ class StepSampler:
         driving = 0 if plan.usual else len(wanted) - 1
         if not whole and not (partial_ok and min(here[driving], wanted[driving])):
             return None
-        return [
-            ready.groups.popleft()
-            for ready, number in zip(self._ready, wanted, strict=True)
-            for _ in range(min(number, len(ready.groups)))
-        ]
+        takes = zip(self._ready, wanted, strict=True)
+        return [of.groups.popleft() for of, most in takes for _ in range(min(most, len(of.groups)))]
 
     def _first_uid(self, s: ReadSession, lease: events.BatchLeased) -> str:
         return self._loader.uids(s, lease, [0])[0]
@@ -447,11 +433,11 @@ class StepSampler:
     def _repartition(self, s: Session, row: StepRow) -> None:
         """Record a new partition of an uncommitted step, if it has changed."""
         options, world_size = self._options, self._options.world_size
-        leased = leased_step(s, self._experiment, row)
+        leased = manifests.leased_step(s, self._experiment, row)
         first, drops = leased.first, options.damaged_rows == "drop"
         unwanted = self._unwanted(s, leased.manifest)
         leaving = {leased.order[place]: why for place, why in unwanted.items()}
-        changes_ranks = len(rows_by_rank(leased.manifest)) != world_size
+        changes_ranks = len(manifests.rows_by_rank(leased.manifest)) != world_size
         measures = self._pairs and options.max_tokens is not None
         if not (leaving or drops or changes_ranks or measures):
             return
@@ -468,7 +454,7 @@ class StepSampler:
         if not (lost or changes_ranks):
             return
         order, plans = plan_again(world_size, first, rows, places)
-        manifest, sources = repartitioned(first, order, plans), ["", *first.sources]
+        manifest, sources = manifests.repartitioned(first, order, plans), ["", *first.sources]
         lost_from = [sources[first.source[place]] if first.source else "" for place in sorted(lost)]
         dealt = events.StepDealt(
             consumer=options.consumer,
@@ -529,7 +515,7 @@ class StepSampler:
         while True:  # each round loses at least one row
             left = [place for place in left if place not in gone]
             whole = len(left) == len(lease.groups)
-            part = lease if whole else repartitioned(lease, left, lease.microbatches)
+            part = lease if whole else manifests.repartitioned(lease, left, lease.microbatches)
             try:
                 rows = self._loader.load(s, part)
                 why = unfit(part, rows)
@@ -615,7 +601,7 @@ class StepSampler:
 
 def plan_again(
     world_size: int, first: events.BatchLeased, rows: LoadedRows, readable: Sequence[int]
-) -> tuple[list[int], list[MicroBatchPlan]]:
+) -> tuple[list[int], list[manifests.MicroBatchPlan]]:
     """Return an order of a manifest's rows, and micro-batches over it for ``world_size`` ranks.
 
     No micro-batch computes more than the largest recorded one, counted without lost rows: a lost
@@ -627,8 +613,8 @@ def plan_again(
         rows: columns of the readable rows.
         readable: places of these rows in the manifest, in order.
     """
-    places, plans = [*readable], plans_of(first)
-    if len(rows_by_rank(first)) == world_size and len(places) == len(first.groups):
+    places, plans = [*readable], manifests.plans_of(first)
+    if len(manifests.rows_by_rank(first)) == world_size and len(places) == len(first.groups):
         return places, plans
     padded, pairs = first.layout == "padded", bool(rows.fields["chosen"].blocks)
     lengths = rows.planned_lengths(first.layout).tolist()
@@ -637,7 +623,7 @@ def plan_again(
         own_lengths = [length_at[row] for row in range(plan.start, plan.stop) if row in length_at]
         height = len(own_lengths) * (2 if pairs else 1)
         largest = max(largest, height * max(own_lengths, default=0) if padded else sum(own_lengths))
-    order, plans = plan_microbatches(
+    order, plans = manifests.plan_microbatches(
         lengths,
         [first.groups[place] for place in places],
         layout="padded" if padded else "packed",

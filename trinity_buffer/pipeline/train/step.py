@@ -196,9 +196,7 @@ def _joined(microbatches: Sequence[MicroBatch]) -> tuple[Tensors, BatchLayout]:
     return batch, replace(first.layout, cu_seqlens=batch.get("cu_seqlens"))
 
 
-def _recount(
-    batch: Mapping[str, Any], microbatches: Sequence[MicroBatch], reduce: Reduce | None
-) -> None:
+def _recount(batch: Tensors, microbatches: Sequence[MicroBatch], reduce: Reduce | None) -> None:
     """Set the denominators of the micro-batches by the action mask of the joined batch."""
     boundaries, groups = batch.get("cu_seqlens"), batch["group_index"]
     expert = batch.get("expert_mask", torch.zeros_like(groups, dtype=torch.bool))
@@ -515,10 +513,8 @@ class LastCommits:
             InvalidArgumentError: its checkpoint or policy would be silently ignored.
         """
         # Of an earlier stream, or too long ago, it is not remembered.
-        steps, recorded = next(
-            (c for c in self._commits if step in c[0]), (range(step + 1), request)
-        )
-        paths = (recorded.checkpoint, recorded.policy) if step == steps[-1] else (None, None)
+        steps, made = next((c for c in self._commits if step in c[0]), (range(step + 1), request))
+        paths = (made.checkpoint, made.policy) if step == steps[-1] else (None, None)
         for what, path, known in zip(("checkpoint", "policy"), request, paths, strict=False):
             if path not in (None, known):
                 how = f"with {known}" if known is not None else f"without a {what}"
@@ -534,9 +530,7 @@ class LastCommits:
         Warns once if checkpoints stop, and once if one reuses an earlier path.
         """
         checkpoint = request.checkpoint
-        saved = {
-            of[-1]: made.checkpoint for of, made in self._commits if made.checkpoint is not None
-        }
+        saved = {of[-1]: made.checkpoint for of, made in self._commits if made.checkpoint}
         if checkpoint is None and saved and not self._warned:
             self._warned = True
             _logger.warning(

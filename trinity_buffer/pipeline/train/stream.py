@@ -195,9 +195,7 @@ class TrainStream(CommitDoor[Coroutine[Any, Any, None]]):
         return step
 
     @asynccontextmanager
-    async def _at_work(
-        self, *tasks: Callable[[], Coroutine[Any, Any, None]]
-    ) -> AsyncIterator[None]:
+    async def _works(self, *tasks: Callable[[], Coroutine[Any, Any, None]]) -> AsyncIterator[None]:
         """Run ``tasks`` in the context, and tell other processes while no step is waited for."""
         keep = self.presence.keep_at_work
         works = partial(keep, lambda: not self.queue.is_waited_for(), waiting.wait_report_s())
@@ -256,9 +254,7 @@ class TrainStream(CommitDoor[Coroutine[Any, Any, None]]):
                 del self._delivered[number]
 
     @abstractmethod
-    async def _commit(
-        self, step: TrainStep, delivered: Sequence[Delivered], request: Commit
-    ) -> None:
+    async def _commit(self, step: TrainStep, delivered: list[Delivered], request: Commit) -> None:
         """Record that the ``delivered`` steps, the last one ``step``, were trained."""
 
     def warn_of_uncommitted(self) -> None:
@@ -282,9 +278,8 @@ class TrainStream(CommitDoor[Coroutine[Any, Any, None]]):
 
     async def uids(self, step: TrainStep, rows: Sequence[int]) -> list[str]:
         """Return the uids of rows of a step, by their places in its manifest."""
-        return await self._database.read_session(
-            lambda s: self._loader.uids(s, step.manifest, rows)
-        )
+        uids = self._loader.uids
+        return await self._database.read_session(lambda s: uids(s, step.manifest, rows))
 
 
 class LeadingStream(TrainStream):
@@ -353,7 +348,7 @@ class LeadingStream(TrainStream):
         if self._leased is None:
             await wait_for_set(self.experiment, self.options, self.presence)
             await self._begin()
-        async with self._at_work(self._gather):
+        async with self._works(self._gather):
             for row in self._leased or ():
                 await self.queue.room()
                 self.queue.put(await self._leased_step(row))
@@ -471,9 +466,7 @@ class LeadingStream(TrainStream):
     # -- committing
 
     @override
-    async def _commit(
-        self, step: TrainStep, delivered: Sequence[Delivered], request: Commit
-    ) -> None:
+    async def _commit(self, step: TrainStep, delivered: list[Delivered], request: Commit) -> None:
         """Record, in one transaction, that the ``delivered`` steps were trained.
 
         The published policy and what was measured go into it too. Files are flushed to disk and
@@ -569,7 +562,7 @@ class FollowingStream(TrainStream):
         """Serve the steps that rank 0 leases until it records the end."""
         named = self.experiment.key, self.options.consumer
         read, steps = self._database.read, trainer_queries.steps
-        async with self._at_work():
+        async with self._works():
             while self._ranks.ended is None or self._next_step <= self._ranks.ended:
                 state = await self._database.changes.state()
                 leased = await read(steps, *named, after=self._next_step - 1)
@@ -585,9 +578,7 @@ class FollowingStream(TrainStream):
                     await self._ranks.wait_for_news(state)
 
     @override
-    async def _commit(
-        self, step: TrainStep, delivered: Sequence[Delivered], request: Commit
-    ) -> None:
+    async def _commit(self, step: TrainStep, delivered: list[Delivered], request: Commit) -> None:
         """Tell rank 0 that this rank went through the steps; rank 0 carries out the ``request``.
 
         Raises:
@@ -642,7 +633,7 @@ async def open_async_train_stream(
         else:
             held = hold_lease(*of, name, ttl_s=chosen.lease_ttl_s, wait=chosen.wait_for_lease)
             lease = await stack.enter_async_context(held)
-            stream = LeadingStream(experiment, chosen, lease, await _expert_of(experiment, chosen))
+            stream = LeadingStream(experiment, chosen, lease, await _expert(experiment, chosen))
         # Steps made ahead hold the memory of their tensors.
         stack.callback(stream.queue.discard)
         await stream.prepare()
@@ -651,9 +642,7 @@ async def open_async_train_stream(
         stream.warn_of_uncommitted()
 
 
-async def _expert_of(
-    experiment: ExperimentHandle, options: StreamOptions
-) -> ExperimentHandle | None:
+async def _expert(experiment: ExperimentHandle, options: StreamOptions) -> ExperimentHandle | None:
     """Return the experiment of the expert's rows, if the stream mixes."""
     if (name := options.expert_experiment) is None:
         return None
