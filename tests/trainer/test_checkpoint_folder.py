@@ -196,6 +196,19 @@ def test_what_an_optimizer_keeps_of_a_bfloat16_weight_has_its_own_type_again(
             assert torch.equal(entries[name], value)
 
 
+def test_what_an_optimizer_keeps_in_fewer_bits_than_its_weight_has_has_them_again(
+    tmp_path: Path,
+) -> None:
+    begun, fresh = (
+        replace(s, optimizer=Counting(s.policy.parameters())) for s in (state(), state())
+    )
+    for entries in begun.optimizer.state.values():
+        entries["moment"] = entries["moment"].bfloat16()
+    resumed = load_checkpoint(save_checkpoint(tmp_path, begun), fresh)
+    moments = [entries["moment"] for entries in resumed.optimizer.state.values()]
+    assert {moment.dtype for moment in moments} == {torch.bfloat16}
+
+
 class OwnAdamW(torch.optim.AdamW):
     """Not torch's, as far as a checkpoint can tell."""
 

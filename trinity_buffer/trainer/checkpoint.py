@@ -13,7 +13,7 @@ import logging
 import math
 import re
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack, closing, contextmanager, suppress
 from copy import deepcopy
@@ -90,10 +90,17 @@ class OptimizerState(NamedTuple):
         plain = all(value is None or math.isfinite(value) for value in self.numbers.values())
         return plain and all_finite([*self.tensors.values()])
 
-    def restore(self, optimizer: torch.optim.Optimizer, *, takes_groups: bool = True) -> None:
+    def restore(
+        self,
+        optimizer: torch.optim.Optimizer,
+        *,
+        takes_groups: bool = True,
+        saved_types: Collection[torch.dtype] = (),
+    ) -> None:
         """Put the state into ``optimizer``; of weights that ranks hold in parts, this rank's.
 
         Args:
+            saved_types: of the weights that were saved with it.
             takes_groups: its parameter groups take the saved settings, such as the learning rate;
                 a warning names those that were others. False: they keep their own.
 
@@ -125,7 +132,8 @@ class OptimizerState(NamedTuple):
                     continue
                 # One that has the type of its weight takes that of a weight in another precision.
                 follows = value.is_floating_point() and value.dim() == weight.dim()
-                if not follows or (is_own and value.element_size() > weight.element_size()):
+                is_wider = value.element_size() > weight.element_size()
+                if not follows or (is_own and (is_wider or weight.dtype in saved_types)):
                     kept[name] = value.to(kept[name].device)
 
     def _require_fitting(self, optimizer: torch.optim.Optimizer, weights: Sequence[Tensor]) -> None:
@@ -311,7 +319,8 @@ def load_checkpoint(
         _restore_random(tensors, rank, device)
         numbers = state.get("optimizer_numbers", {})  # older checkpoints have none
         saved = OptimizerState(tensors.without(_RANDOM), numbers, state["optimizer"])
-        saved.restore(begun.optimizer, takes_groups=takes_groups)
+        types = _types_in(folder / begun.policy.file_name)
+        saved.restore(begun.optimizer, takes_groups=takes_groups, saved_types=types)
     critic = begun.critic if trains_critic else None
     if critic is not None:
         critic[0].restore(folder / CRITIC_FILE)
@@ -325,6 +334,14 @@ def load_checkpoint(
         coefficients=state.get("coefficients", {}),
         log_head=checkpoint.read_head(folder).hex(),
     )
+
+
+def _types_in(weights: Path) -> set[torch.dtype]:
+    """Return the types of saved weights; none where they are not in safetensors."""
+    files = weights.glob("*.safetensors") if weights.is_dir() else [weights]
+    with suppress(OSError, SafetensorError), parallel.opened_files(files) as tensors:
+        return {tensor.dtype for tensor in tensors.values()}
+    return set()
 
 
 def read_step(folder: Path) -> int:
