@@ -387,6 +387,7 @@ def test_a_commit_records_what_the_trainer_had(url: str, tmp_path: Path) -> None
         "seed": 0,
         "ranks": 1,
         "threads": threads,
+        **tb.TrainerSettings(checkpoints=tmp_path).deciding(is_own=False),
     }
     assert one["processor"] == torch.backends.cpu.get_cpu_capability()
     assert one["matmul_precision"] == "highest"
@@ -460,6 +461,32 @@ def test_a_replay_restores_what_it_can_and_names_the_rest_before_its_first_step(
         assert torch.equal(weight, model.state_dict()[name]), name
 
 
+@pytest.mark.parametrize("is_own", [True, False])
+def test_a_replay_with_other_settings_names_them(
+    url: str, tmp_path: Path, caplog: pytest.LogCaptureFixture, *, is_own: bool
+) -> None:
+    """The rates of an optimizer of one's own are not those of the settings."""
+    other: dict[str, Any] = {"learning_rate": 0.5, "betas": (0.8, 0.9)}
+    differ: dict[str, Any] = {"max_gradient_norm": [1.0, 0.1]}
+    if not is_own:
+        differ |= {"learning_rate": [0.001, 0.5], "betas": [[0.9, 0.999], [0.8, 0.9]]}
+
+    def run(stream: Any, **options: Any) -> tb.Trainer:
+        model = policy()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1) if is_own else None
+        settings = tb.TrainerSettings(checkpoints=tmp_path, **options)
+        trainer = tb.Trainer(stream, model, build("grpo"), settings, optimizer=optimizer)
+        trainer.run()
+        return trainer
+
+    with tb.open_train_stream(url, experiment="run", strategy="grpo", groups_per_step=1) as stream:
+        run(stream)
+    for options, found in (({}, {}), ({"max_gradient_norm": 0.1, **other}, differ)):
+        with tb.open_replay_stream(url, experiment="run") as replayed:
+            assert run(replayed, **options).differences == found
+    assert "step 1 was trained with" in caplog.text
+
+
 class SecondOfTwo(Processes):
     """The rank above 0 of two."""
 
@@ -471,7 +498,8 @@ def test_a_rank_above_0_notes_what_differs_and_leaves_it_to_rank_0_to_say_so(
 ) -> None:
     trained(url, tmp_path, policy())
     with tb.open_replay_stream(url, experiment="run") as stream:
-        bits = SameBits(stream, SecondOfTwo(), deterministic=True)
+        settings = tb.TrainerSettings(checkpoints=tmp_path).deciding(is_own=False)
+        bits = SameBits(stream, SecondOfTwo(), deterministic=True, settings=settings)
         with bits.asked():
             bits.compare(next(stream), policy())
     assert bits.environment["ranks"] == 2

@@ -172,17 +172,26 @@ class SameBits:
         stream: of the trainer.
         processes: its ranks.
         deterministic: see `same_bits`.
+        settings: of the trainer, that decide the bits.
 
     Attributes:
         environment: in which the last step was computed, as commits record it.
         differences: what was recorded otherwise: name -> recorded, here.
     """
 
-    def __init__(self, stream: StepStream, processes: Processes, *, deterministic: bool) -> None:
+    def __init__(
+        self,
+        stream: StepStream,
+        processes: Processes,
+        *,
+        deterministic: bool,
+        settings: Mapping[str, Any],
+    ) -> None:
         steps.settle_cublas()  # also for nothing: a trainer that asks may come later
         self._device = stream.device
         self._processes = processes
         self._deterministic = deterministic
+        self._settings = settings
         self._resumed_from = {} if stream.resume is None else stream.resume.environment
         self.environment: Mapping[str, Any] = {}
         self.differences: dict[str, list[Any]] = {}
@@ -200,6 +209,7 @@ class SameBits:
         self.environment = steps.environment_of_run(self._device) | {
             "ranks": self._processes.world_size,
             **({} if (attention := attention_of(policy)) is None else {"attention": attention}),
+            **self._settings,
         }
         recorded, self._resumed_from = step.environment or self._resumed_from, {}
         differing = steps.differences(recorded, self.environment)

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from trinity_buffer.algorithm import Algorithm
 from trinity_buffer.errors import InvalidArgumentError, NonFiniteError
-from trinity_buffer.options import Count, takes_old_names
+from trinity_buffer.options import Count, option_types, takes_old_names
 from trinity_buffer.pipeline.config import OptimizerOptions, TrainingOptions
 from trinity_buffer.pipeline.history.replay import ReplayStream
 from trinity_buffer.pipeline.manifest import ManifestChain
@@ -76,6 +76,13 @@ class TrainerSettings(OptimizerOptions, TrainingOptions):
         rising = min(1.0, step / (self.warmup_steps + 1))
         falling = 1 - (1 - self.min_lr_ratio) * step / (self.decay_steps or math.inf)
         return rising * max(falling, self.min_lr_ratio)
+
+    def deciding(self, *, is_own: bool) -> dict[str, Any]:
+        """Return the settings that decide weights, as commits have them; fewer beside ``optimizer=``."""
+        own = ("max_gradient_norm", "value_clip_range")
+        names = (*(own if is_own else option_types(OptimizerOptions)), "recompute_old_logprob")
+        values = {name: getattr(self, name) for name in names}
+        return {name: [*v] if isinstance(v, tuple) else v for name, v in values.items()}
 
     def optimizer_of(self, model: Trainable, *, is_critic: bool = False) -> torch.optim.Optimizer:
         """Return a fresh optimizer for the policy, or for the critic."""
@@ -145,7 +152,10 @@ class Trainer:
                 "an adaptive KL coefficient would differ from rank to rank: give a fixed one"
             )
         # Before a model is used: a reference may be tried out.
-        self._bits = SameBits(stream, self._processes, deterministic=settings.deterministic)
+        deciding = settings.deciding(is_own=optimizer is not None)
+        self._bits = SameBits(
+            stream, self._processes, deterministic=settings.deterministic, settings=deciding
+        )
         policy = policy_of(model)
         models.require_trained(policy, optimizer)
         for role, frozen in {"reference": reference, "teacher": teacher}.items():
