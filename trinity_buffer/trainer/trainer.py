@@ -78,7 +78,7 @@ class TrainerSettings(OptimizerOptions, TrainingOptions):
         return rising * max(falling, self.min_lr_ratio)
 
     def deciding(self, *, is_own: bool) -> dict[str, Any]:
-        """Return the settings that decide weights, as commits have them; fewer beside ``optimizer=``."""
+        """Return the settings that decide weights, for commits; few beside ``optimizer=``."""
         own = ("max_gradient_norm", "value_clip_range")
         names = (*(own if is_own else option_types(OptimizerOptions)), "recompute_old_logprob")
         values = {name: getattr(self, name) for name in names}
