@@ -30,7 +30,7 @@ def test_they_are_counted_as_sets_would(steps: list[tuple[object, ...]]) -> None
                 planned[batch] = {(batch, t, run) for t in tasks for run in range(rollouts)}
             case ("recorded", list(runs)):
                 batches, tasks_of, numbers = zip(*runs, strict=True)
-                found.record(batches, tasks_of, numbers)
+                found.record(batches, tasks_of, numbers, ())
                 stored |= set(runs)
             case ("sealed", str(batch)):
                 found.seal(batch)
@@ -40,7 +40,7 @@ def test_they_are_counted_as_sets_would(steps: list[tuple[object, ...]]) -> None
 def test_a_complete_batch_is_forgotten_when_it_is_sealed() -> None:
     found = Batches()
     found.plan("a", range(2), 2)
-    found.record(["a"] * 4, [0, 0, 1, 1], [0, 1, 0, 1])
+    found.record(["a"] * 4, [0, 0, 1, 1], [0, 1, 0, 1], ())
     assert found.seal("a") == 4
     (batch,) = found.by_name.values()
     assert (found.stored(), len(batch.planned), len(batch.runs)) == (4, 0, 0)

@@ -58,7 +58,7 @@ ASKED_FOR_EACH_BATCH: dict[str, Callable[[Transaction], Any]] = {
     "settled": lambda tx: writer_queries.settled(tx, 1, "s", [("b", "t")], cursor=9, seen=9),
     "members": lambda tx: inspection.members(tx, 1, [("b", "t"), ("c", "t")]),
     "annotation_rows": lambda tx: inspection.annotation_rows(tx, 1, [1 << 20, 2 << 20]),
-    "deliveries": lambda tx: inspection.deliveries(tx, 1, ["t"], [1 << 20, 2 << 20]),
+    "deliveries": lambda tx: inspection.deliveries(tx, 1, ["t"], [1 << 20, 2 << 20], ""),
     "rejections": lambda tx: inspection.rejections(tx, 1, ["s"], [1 << 20, 2 << 20]),
     "still_waiting": lambda tx: inspection.still_waiting(tx, 1, ["s"], [1 << 20, 2 << 20]),
     "find": lambda tx: inspection.find(tx, 1, EID("b", "t", 0)),

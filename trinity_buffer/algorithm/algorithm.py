@@ -241,11 +241,8 @@ class AsymREAlgorithm(_Usual):
     """Asymmetric REINFORCE (arXiv:2506.20520); no reference policy."""
 
     use_reference: bool = False
-    recipe = Recipe(
-        add_strategy=("asymre",),
-        policy_loss_fn="opmd",
-        entropy_loss_fn="none",
-        rollouts_per_group=2,
+    recipe = replace(
+        OPMDAlgorithm.recipe, add_strategy=("asymre",), kl_loss_fn="none", entropy_loss_fn="none"
     )
 
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from trinity_buffer.algorithm import group_scores
+from trinity_buffer.algorithm.group_scores import Over, Rewards, Runs, ScoredGroups
 from trinity_buffer.errors import InvalidExperienceError
 from trinity_buffer.experience import Experience, group_by
 from trinity_buffer.metrics import gather_metrics
@@ -94,22 +95,19 @@ class LastStepScores(group_scores.DeviationOptions):
         return run_exps
 
 
-def runs_of(exps: Sequence[Experience], over: group_scores.Over) -> group_scores.Runs | None:
+def runs_of(exps: Sequence[Experience], over: Over) -> Runs | None:
     """Return the number of the run of each of a group's rows; None where each counts for one."""
     return group_scores.numbered([e.eid.rid for e in exps]) if over == "runs" else None
 
 
-def num_runs(exps: Sequence[Experience], over: group_scores.Over) -> int:
+def num_runs(exps: Sequence[Experience], over: Over) -> int:
     """Return how many runs a group has; where rows count, how many rows."""
     return len({e.eid.rid for e in exps}) if over == "runs" else len(exps)
 
 
 def rank_penalized(
-    exps: Sequence[Experience],
-    rewards: group_scores.Rewards,
-    penalty: float,
-    over: group_scores.Over,
-) -> group_scores.Rewards:
+    exps: Sequence[Experience], rewards: Rewards, penalty: float, over: Over
+) -> Rewards:
     """Return ``r (1 - penalty x rank)``: likely answers earn less (arXiv:2506.02355, section 4).
 
     The factor also shrinks negative rewards, so that for these likelihood is a bonus. The
@@ -124,7 +122,7 @@ def rank_penalized(
     return rewards * (1.0 - (ranks if runs is None else ranks[runs]) * penalty)
 
 
-def share_rewards(exps: Sequence[Experience], over: group_scores.Over) -> None:
+def share_rewards(exps: Sequence[Experience], over: Over) -> None:
     """Give rows without a reward that of the last row of their run, where runs are what counts."""
     if over == "rows" or all(e.reward is not None for e in exps):
         return
@@ -136,10 +134,7 @@ def share_rewards(exps: Sequence[Experience], over: group_scores.Over) -> None:
 
 
 def annotate_group(
-    exps: Sequence[Experience],
-    rewards: group_scores.Rewards,
-    score: Callable[..., group_scores.ScoredGroups],
-    over: group_scores.Over,
+    exps: Sequence[Experience], rewards: Rewards, score: Callable[..., ScoredGroups], over: Over
 ) -> Scored:
     """Annotate one group with what ``score`` makes of it; return who is kept, and its metrics.
 

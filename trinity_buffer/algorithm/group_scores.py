@@ -134,10 +134,7 @@ def scaled(centred: Rewards, std: float | Rewards, epsilon: float) -> Rewards:
 
 
 def baseline(
-    rewards: Sequence[float] | Rewards,
-    kind: str = "mean",
-    tau: float = 1.0,
-    weights: Rewards | None = None,
+    rewards: Sequence[float] | Rewards, kind: str, tau: float = 1.0, weights: Rewards | None = None
 ) -> Rewards:
     """Return OPMD's baseline of each group of ``rewards`` ``(..., G)``, shape ``(...)``.
 

@@ -33,7 +33,7 @@ from trinity_buffer.store.notify import PostgresChanges, SQLiteChanges
 from trinity_buffer.store.postgres import Outage, Server
 from trinity_buffer.store.segments import SegmentStore
 from trinity_buffer.store.sqlite import Checkpointer, StoreFiles, WriterQueue, dbapi2
-from trinity_buffer.store.transaction import InTransaction
+from trinity_buffer.store.transaction import InTransaction, ReadSession, Session
 from trinity_buffer.store.url import WRITE_FIRST, StoreURL, nothing_at, parse_url, reconnect_s_of
 
 P = ParamSpec("P")
@@ -210,9 +210,7 @@ class _Runner:
         self._connect = connect
         self._tx: SQLiteTransaction | None = None  # connected on the first trip
 
-    def execute(
-        self, work: Callable[[transaction.Session], Any], session: transaction.Session
-    ) -> SimpleNamespace:
+    def execute(self, work: Callable[[Session], Any], session: Session) -> SimpleNamespace:
         answers: list[tuple[bool, Any]] = []
         try:
             self._tx = self._tx or self._connect()
@@ -242,11 +240,7 @@ class ConnectionPool:
         self._idle: list[aiosqlite.Connection] = []
 
     async def run_in_thread(
-        self,
-        work: Callable[[transaction.Session], T],
-        session: transaction.Session,
-        *,
-        writes: bool,
+        self, work: Callable[[Session], T], session: Session, *, writes: bool
     ) -> T:
         """Return ``work(session)``, in the thread of a connection; one at a time ``writes``.
 
@@ -376,12 +370,12 @@ class Database:
         with suppress(errors.StoreError):
             await self.session(lambda s: s.write(f, *args, **kwargs), once=True)
 
-    async def read_session(self, work: Callable[[transaction.ReadSession], T]) -> T:
+    async def read_session(self, work: Callable[[ReadSession], T]) -> T:
         """Return ``work(session)`` of a `session` that does not write, and blocks no writer."""
         return await self.session(work, writes=False)
 
     async def session(
-        self, work: Callable[[transaction.Session], T], *, writes: bool = True, once: bool = False
+        self, work: Callable[[Session], T], *, writes: bool = True, once: bool = False
     ) -> T:
         """Return ``work(session)``: short transactions, and what is computed between them.
 
@@ -397,7 +391,7 @@ class Database:
         self.owner.require()
         if writes and self.read_only:
             self.require_writable()
-        session = transaction.Session(self.name, self.segments.get, once)
+        session = Session(self.name, self.segments.get, once)
         try:
             return await self.connections.run_in_thread(work, session, writes=writes)
         finally:

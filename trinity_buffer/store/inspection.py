@@ -31,12 +31,13 @@ _POSITION = Statement(
 
 def size_bytes(tx: Transaction) -> int:
     """Return the size of the database on disk, without its write-ahead log."""
-    if tx.dialect.name == "sqlite":
-        ((pages,),) = tx.fetch_all("PRAGMA page_count", ())
-        ((page_size,),) = tx.fetch_all("PRAGMA page_size", ())
-        return int(pages * page_size)
-    ((size,),) = tx.fetch_all("SELECT pg_database_size(current_database())", ())
-    return int(size)
+    return int(_SIZE.value(tx))
+
+
+_SIZE = Statement(
+    "SELECT page_count * page_size FROM pragma_page_count, pragma_page_size",
+    "SELECT pg_database_size(current_database())",
+)
 
 
 def newest_groups(
@@ -126,11 +127,7 @@ _ANNOTATIONS = Statement(
 
 
 def deliveries(
-    tx: Transaction,
-    experiment: int,
-    trainers: Sequence[str],
-    addresses: Sequence[int],
-    source: str = "",
+    tx: Transaction, experiment: int, trainers: Sequence[str], addresses: Sequence[int], source: str
 ) -> list[tuple[str, int, int]]:
     """Return (trainer, address of the annotation, step) of the steps that hold annotation rows.
 

@@ -159,10 +159,8 @@ def record_presence(tx: Transaction, experiment: int, row: PresenceRow) -> None:
     _NOTE.execute_later(tx, experiment=experiment, **asdict(row))
 
 
-_FORGET = Statement(
-    "DELETE FROM presence "
-    "WHERE experiment = :experiment AND role = :role AND name = :name AND last_seen < :before"
-)
+_OF_ROLE = "WHERE experiment = :experiment AND role = :role AND name = :name"
+_FORGET = Statement(f"DELETE FROM presence {_OF_ROLE} AND last_seen < :before")
 _NOTE = Statement(
     "INSERT INTO presence "
     "(experiment, role, name, host, pid, started_at, last_seen, waiting_for) VALUES "
@@ -177,10 +175,7 @@ def remove_presence(tx: Transaction, experiment: int, row: PresenceRow) -> None:
     _REMOVE.execute_later(tx, experiment=experiment, **asdict(row))
 
 
-_REMOVE = Statement(
-    "DELETE FROM presence WHERE experiment = :experiment AND role = :role AND name = :name "
-    "AND host = :host AND pid = :pid"
-)
+_REMOVE = Statement(f"DELETE FROM presence {_OF_ROLE} AND host = :host AND pid = :pid")
 
 
 def processes(tx: Transaction, experiment: int) -> list[PresenceRow]:

@@ -511,13 +511,7 @@ class Server:
     """
 
     def __init__(
-        self,
-        url: URL,
-        name: str,
-        outage: Outage,
-        *,
-        is_timed: bool = True,
-        is_dedicated: bool = False,
+        self, url: URL, name: str, outage: Outage, *, is_timed: bool, is_dedicated: bool = False
     ) -> None:
         extra("psycopg", "postgresql")
         self.name = name

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 from sqlalchemy import CheckConstraint
@@ -44,19 +45,15 @@ class Guard:
     why: str
     condition: str = ""
 
-    @property
-    def message(self) -> str:
-        """The error of an operation that it forbids."""
-        return f"{self.table}: {self.operation} is forbidden, {self.why}"
-
     def statements(self, dialect: str) -> list[str]:
         """Return the statements that create it on ``dialect``."""
         head = f"CREATE TRIGGER {self.name} BEFORE {self.operation} ON {self.table} "
+        message = f"{self.table}: {self.operation} is forbidden, {self.why}"
         if dialect == "sqlite":
             when = f"WHEN {self.condition} " if self.condition else ""
-            return [f"{head}{when}BEGIN SELECT RAISE(ABORT, '{self.message}'); END"]
+            return [f"{head}{when}BEGIN SELECT RAISE(ABORT, '{message}'); END"]
         asks = "SELECT" in self.condition  # PostgreSQL's WHEN takes no query
-        body, each = f"RAISE EXCEPTION '{self.message}';", "STATEMENT"
+        body, each = f"RAISE EXCEPTION '{message}';", "STATEMENT"
         if self.condition:
             each = "ROW" if asks else f"ROW WHEN ({self.condition})"
         if asks:
@@ -78,11 +75,7 @@ def guards(dialect: str) -> list[Guard]:
     A segment may be deleted once an ``archived`` row names it: that row comes with the
     ``SegmentsArchived`` event, in the same transaction. SQLite has no TRUNCATE.
     """
-    triggers = [
-        _forbids(table, operation)
-        for table in ("experiment", "event")
-        for operation in ("UPDATE", "DELETE")
-    ]
+    triggers = [_forbids(*of) for of in product(("experiment", "event"), ("UPDATE", "DELETE"))]
     triggers.append(_forbids("segment", "UPDATE"))
     triggers.append(_forbids("segment", "DELETE", _ARCHIVE_FIRST, _NOT_ARCHIVED))
     # A process of an older version, which opened the store before it was migrated, ends here.

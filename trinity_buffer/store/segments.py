@@ -13,16 +13,11 @@ import xxhash
 from trinity_buffer.codec.blob import Buffer
 from trinity_buffer.errors import DamagedSegmentError
 from trinity_buffer.limits import sizes
+from trinity_buffer.store import transaction
 from trinity_buffer.store.rows import MAX_ROWS_PER_EVENT
 from trinity_buffer.store.tables import segment
 from trinity_buffer.store.trainer_queries import Reader, guest_name, readers
-from trinity_buffer.store.transaction import (
-    ReadSession,
-    SegmentParts,
-    Statement,
-    Transaction,
-    one_statement,
-)
+from trinity_buffer.store.transaction import SegmentParts, Statement, Transaction, one_statement
 
 
 class SegmentRow(NamedTuple):
@@ -60,7 +55,9 @@ class SegmentStore:
         """Make rows that `put` returned part of the store once ``tx`` commits."""
         tx.insert_blobs(segment, rows)
 
-    def get(self, s: ReadSession, keys: Sequence[bytes], families: Sequence[str]) -> SegmentParts:
+    def get(
+        self, s: transaction.ReadSession, keys: Sequence[bytes], families: Sequence[str]
+    ) -> SegmentParts:
         """Return the parts of some segments, unchecked; missing ones are left out."""
         return s.read(_read, keys, families) if keys and families else {}
 

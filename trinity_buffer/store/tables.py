@@ -12,21 +12,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from sqlalchemy import (
-    BigInteger,
-    Boolean,
-    CheckConstraint,
-    Column,
-    Float,
-    Index,
-    Integer,
-    LargeBinary,
-    MetaData,
-    Table,
-    Text,
-    text,
-)
-from sqlalchemy.schema import SchemaItem
+from sqlalchemy import BigInteger, Boolean, Float, Integer, LargeBinary, Text, text
+from sqlalchemy.schema import CheckConstraint, Column, Index, MetaData, SchemaItem, Table
 
 SCHEMA_REVISION = "0004"
 """The alembic revision that equals these tables; a test holds them together."""

@@ -195,11 +195,8 @@ class Backlog:
 
     def without(self, groups: int) -> Backlog:
         """Return it less a number of groups that will never come."""
-        return replace(
-            self,
-            undelivered=max(0, self.undelivered - groups),
-            uncommitted=max(0, self.uncommitted - groups),
-        )
+        undelivered, uncommitted = self.undelivered - groups, self.uncommitted - groups
+        return replace(self, undelivered=max(0, undelivered), uncommitted=max(0, uncommitted))
 
 
 def backlog(tx: Transaction, experiment: int, trainer: str) -> Backlog:

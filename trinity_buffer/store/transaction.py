@@ -43,13 +43,8 @@ def engine_without_connections(url: str, **options: Any) -> Engine:
         url: names a dialect and a driver, and no place.
         options: of SQLAlchemy's `create_engine`.
     """
-    return create_engine(
-        url,
-        creator=lambda: _wrapping.driver,
-        poolclass=NullPool,
-        pool_reset_on_return=None,
-        **options,
-    )
+    options |= {"poolclass": NullPool, "pool_reset_on_return": None}
+    return create_engine(url, creator=lambda: _wrapping.driver, **options)
 
 
 class TakenKeyError(errors.StoreError):

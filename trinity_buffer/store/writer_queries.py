@@ -15,6 +15,9 @@ from trinity_buffer.store import rows as store_rows
 from trinity_buffer.store.rows import BatchRow, ConsumerRow, ExperienceRow
 from trinity_buffer.store.transaction import Statement, Transaction, one_statement
 
+Group = tuple[str, str]
+"""Batch and task, as texts."""
+
 DOOR = "door"
 """The consumer name of rows that are refused as late or invalid when they are written."""
 
@@ -54,11 +57,7 @@ def stored(tx: Transaction, experiment: int, eids: Sequence[EID]) -> dict[str, b
 
 
 def of_groups(
-    tx: Transaction,
-    query: Statement,
-    experiment: int,
-    groups: Iterable[tuple[str, str]],
-    **values: object,
+    tx: Transaction, query: Statement, experiment: int, groups: Iterable[Group], **values: object
 ) -> Iterator[tuple[Any, ...]]:
     """Yield the rows of a query `in_batch` of (batch, task) groups, each behind its batch."""
     tasks: dict[str, dict[str, None]] = {}
@@ -260,14 +259,8 @@ _OF_EVENT = Statement(f"{_EXPERIENCE} address >= :first AND address < :end ORDER
 
 
 def settled(
-    tx: Transaction,
-    experiment: int,
-    name: str,
-    groups: Iterable[tuple[str, str]],
-    *,
-    cursor: int,
-    seen: int,
-) -> tuple[set[tuple[str, str]], set[tuple[tuple[str, str], int]]]:
+    tx: Transaction, experiment: int, name: str, groups: Iterable[Group], *, cursor: int, seen: int
+) -> tuple[set[Group], set[tuple[Group, int]]]:
     """Return which groups a strategy has decided in part, and (group, run) of what was refused.
 
     Args:

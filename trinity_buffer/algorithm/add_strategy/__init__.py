@@ -1,15 +1,7 @@
 """Strategies of this package, and the names under which they are found."""
 
-from trinity_buffer.algorithm.add_strategy.add_strategy import (
-    ADD_STRATEGY,
-    AddStrategy,
-    GroupAdvantageStrategy,
-    GRPOAddStrategy,
-    OPMDAddStrategy,
-    RewardStrategy,
-    RewardVarianceAddStrategy,
-    group_by,
-)
+from trinity_buffer.algorithm.add_strategy import add_strategy
+from trinity_buffer.algorithm.add_strategy.add_strategy import *  # noqa: F403 - all that it exports
 from trinity_buffer.algorithm.add_strategy.advantage_add_strategy import (
     AdvantageAddStrategy,
     ASYMREAddStrategy,
@@ -34,30 +26,23 @@ from trinity_buffer.algorithm.copies import COPY_OF, original_uid
 from trinity_buffer.algorithm.group_scores import ScoredGroups
 
 __all__ = [
-    "ADD_STRATEGY",
     "COPY_OF",
     "ASYMREAddStrategy",
-    "AddStrategy",
     "AdvantageAddStrategy",
     "BestOfGroupAddStrategy",
     "CompositeAddStrategy",
     "CorrectBiasAddStrategy",
     "DuplicateInformativeAddStrategy",
     "DynamicSamplingAddStrategy",
-    "GRPOAddStrategy",
     "GRPOGroupedAddStrategy",
     "GiGPOAddStrategy",
-    "GroupAdvantageStrategy",
-    "OPMDAddStrategy",
     "OutcomeGateAddStrategy",
     "OverlongPenaltyAddStrategy",
     "RECAddStrategy",
     "REINFORCEAddStrategy",
-    "RewardStrategy",
-    "RewardVarianceAddStrategy",
     "ScoredGroups",
     "StepWiseGRPOStrategy",
     "compose",
-    "group_by",
     "original_uid",
 ]
+__all__ += add_strategy.__all__

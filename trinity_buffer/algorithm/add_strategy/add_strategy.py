@@ -111,6 +111,14 @@ class AddStrategy(WholeUnits, arguments.Configured, ABC):
             useless.update(map(id, problem.together))
         return [e for e in experiences if id(e) not in useless]
 
+    async def _write_groups(self, groups: Iterable[list[Experience]]) -> int:
+        """Write group by group; return how many experiences they have."""
+        count = 0
+        for group in groups:
+            await self.writer.write_async(group)
+            count += len(group)
+        return count
+
     def refuse(self, problem: Problem) -> None:
         """Reject what ``problem`` makes useless as ``invalid``.
 
@@ -231,9 +239,7 @@ class RewardFilter(group_scores.CountsOver, AddStrategy):
     async def add(self, experiences: list[Experience], step: int) -> tuple[int, dict[str, Any]]:
         """Write what is kept of each group; a metric is the sum over the groups."""
         _, chosen, metrics = self.choose(experiences)
-        for group in chosen:
-            await self.writer.write_async(group)
-        return sum(len(group) for group in chosen), metrics
+        return await self._write_groups(chosen), metrics
 
     def choose(
         self, experiences: list[Experience]

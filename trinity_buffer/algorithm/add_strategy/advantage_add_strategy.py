@@ -74,11 +74,9 @@ class AdvantageAddStrategy(AddStrategy):
     @override
     def from_rewards(self) -> RewardScorer | None:
         """Return the advantage function's scorer of rewards alone, if it has one."""
-        score, own = self.advantage.from_rewards(), type(self)
-        overridden = (
-            getattr(own, name) is not getattr(AdvantageAddStrategy, name) for name in self.deciding
-        )
-        return None if score is None or any(overridden) else partial(as_added, score, _LEFT_OUT)
+        score, own, base = self.advantage.from_rewards(), type(self), AdvantageAddStrategy
+        overridden = any(getattr(own, name) is not getattr(base, name) for name in self.deciding)
+        return None if score is None or overridden else partial(as_added, score, _LEFT_OUT)
 
     @override
     async def add(self, experiences: list[Experience], step: int) -> tuple[int, dict[str, Any]]:
@@ -88,9 +86,7 @@ class AdvantageAddStrategy(AddStrategy):
         sound = self.sound(experiences, self.advantage.problems(experiences))
         scored, metrics = self.advantage.process(sound)
         self.reject(left_out(sound, scored), _LEFT_OUT)
-        for group in group_by(scored, "task").values():
-            await self.writer.write_async(group)
-        return len(scored), metrics
+        return await self._write_groups(group_by(scored, "task").values()), metrics
 
 
 @ADD_STRATEGY.register_module("asymre")

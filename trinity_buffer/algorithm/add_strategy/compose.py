@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from functools import partial
 from itertools import chain
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar, TypeVar, cast
 
 import numpy as np
 from typing_extensions import override
@@ -17,6 +17,8 @@ from trinity_buffer.algorithm.group_scores import Over, Rewards, RewardScorer, R
 from trinity_buffer.errors import InvalidArgumentError, InvalidExperienceError
 from trinity_buffer.experience import Experience
 from trinity_buffer.writer import INVALID, BufferWriter, StagedWriter
+
+T = TypeVar("T")
 
 StrategyName = str | type[AddStrategy]
 
@@ -45,11 +47,8 @@ class CompositeAddStrategy(AddStrategy):
     @override
     def from_rewards(self) -> RewardScorer | None:
         """Return all stages in turn, if rewards are enough for each."""
-        stages = [
-            (name, score)
-            for name, strategy, _ in self.stages
-            if (score := strategy.from_rewards()) is not None
-        ]
+        scores = [(name, strategy.from_rewards()) for name, strategy, _ in self.stages]
+        stages = [(name, score) for name, score in scores if score is not None]
         alike = len({strategy.over for _, strategy, _ in self.stages}) == 1
         if len(stages) < len(self.stages) or not alike:
             return None
@@ -64,14 +63,12 @@ class CompositeAddStrategy(AddStrategy):
         Raises:
             InvalidExperienceError: one is invalid and the writer cannot record a rejection.
         """
-        groups, metrics = [list(experiences)], {}
+        groups, metrics = [list(experiences)], dict[str, Any]()
         left_out: list[tuple[Experience, str]] = []
         for name, strategy, staged in self.stages:
             seen = [experience for group in groups for experience in group]
             _, of_stage = await strategy.add(seen, step)
-            metrics.update(
-                {f"{name}/{key}" if key in metrics else key: v for key, v in of_stage.items()}
-            )
+            metrics |= _renamed(of_stage, metrics, name)
             groups, rejected = staged.groups, staged.rejections
             staged.groups, staged.rejections = [], []
             decided = {e.eid.uid for e in (*chain(*groups), *(e for e, _ in rejected))}
@@ -84,9 +81,12 @@ class CompositeAddStrategy(AddStrategy):
                 continue
             if reason.partition(":")[0] == INVALID:
                 raise InvalidExperienceError(f"experience {experience.eid.uid}: {reason}")
-        for group in groups:
-            await self.writer.write_async(group)
-        return sum(len(group) for group in groups), metrics
+        return await self._write_groups(groups), metrics
+
+
+def _renamed(metrics: Mapping[str, T], before: Container[str], stage: str) -> dict[str, T]:
+    """Return ``metrics``, those whose name is taken before under that of their stage."""
+    return {f"{stage}/{key}" if key in before else key: v for key, v in metrics.items()}
 
 
 def _scored_in_turn(
@@ -110,9 +110,7 @@ def _scored_in_turn(
             scores = np.zeros_like(rewards) if scores is None else scores
             scores[at] = scored.scores
         stays[at], reasons[at] = scored.verdicts(len(at))
-        metrics |= {
-            f"{name}/{key}" if key in metrics else key: v for key, v in scored.metrics.items()
-        }
+        metrics |= _renamed(scored.metrics, metrics, name)
     return ScoredGroups(scores=scores, kept=stays, reasons=reasons, metrics=metrics)
 
 

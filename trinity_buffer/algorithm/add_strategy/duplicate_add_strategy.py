@@ -60,11 +60,9 @@ class DuplicateInformativeAddStrategy(RewardVarianceAddStrategy):
         """Write the informative groups, then their copies, a write each."""
         groups, informative, metrics = self.choose(experiences)
         written = [*informative, *self._copies(informative, groups, len(experiences))]
-        for group in written:
-            await self.writer.write_async(group)
         if groups:
             metrics["copied_groups"] = len(written) - len(informative)
-        return sum(len(group) for group in written), metrics
+        return await self._write_groups(written), metrics
 
     def _copies(
         self, informative: Sequence[Group], groups: Sequence[Group], target: int

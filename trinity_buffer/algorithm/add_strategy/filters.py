@@ -70,10 +70,8 @@ class OutcomeGateAddStrategy(CountsOver, add_strategy.AddStrategy):
             else:
                 counts[f"{reason}_groups"] += 1
                 self.reject(group, reason)
-        for group in passing:
-            await self.writer.write_async(group)
         metrics: Metrics = {"kept_groups": len(passing), **counts}
-        return sum(len(group) for group in passing), metrics if groups else {}
+        return await self._write_groups(passing), metrics if groups else {}
 
     def _metric(self, experience: Experience) -> float | None:
         outcome = experience.metrics.get(self.metric_key, experience.info.get(self.metric_key))
@@ -178,10 +176,9 @@ class OverlongPenaltyAddStrategy(CountsOver, add_strategy.AddStrategy):
         charges = [self.penalty_of(int((mask != 0).sum())) for mask in masks if mask is not None]
         for experience, charge in zip(usable, charges, strict=True):
             experience.reward = reward_of(experience) + charge
-        for group in group_by(usable, "task").values():
-            await self.writer.write_async(group)
         metrics = {
             "overlong/penalized_count": sum(charge < 0 for charge in charges),
             "overlong/penalty_mean": sum(charges) / max(len(charges), 1),
         }
-        return len(usable), metrics if usable else {}
+        count = await self._write_groups(group_by(usable, "task").values())
+        return count, metrics if usable else {}

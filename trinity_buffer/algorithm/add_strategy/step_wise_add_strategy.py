@@ -57,10 +57,7 @@ class StepWiseGRPOStrategy(annotating.LastStepScores, AddStrategy):
             )
             self.broadcast_advantages(runs, scores)
             metrics.append(of_task)
-        for runs in tasks:
-            for steps in runs.values():
-                await self.writer.write_async(steps)
-        count = sum(len(steps) for runs in tasks for steps in runs.values())
+        count = await self._write_groups(steps for runs in tasks for steps in runs.values())
         return count, annotating.gather_groups(metrics)
 
     def _last(self, steps: list[Experience]) -> Experience:

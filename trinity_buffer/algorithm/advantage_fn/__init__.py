@@ -1,13 +1,8 @@
 """Advantage functions of this package, and the names under which they are found."""
 
-from trinity_buffer.algorithm.advantage_fn.advantage_fn import (
-    ADVANTAGE_FN,
-    AdvantageFn,
-    GroupAdvantage,
-    PipelineAdvantage,
-    RewardAdvantage,
-    TrainerAdvantage,
-)
+from trinity_buffer.algorithm.advantage_fn import advantage_fn
+from trinity_buffer.algorithm.advantage_fn.advantage_fn import *  # noqa: F403 - all that it exports
+from trinity_buffer.algorithm.advantage_fn.advantage_fn import RewardAdvantage
 from trinity_buffer.algorithm.advantage_fn.asymre_advantage import (
     ASYMREAdvantageFn,
     ASYMREGroupAdvantage,
@@ -35,22 +30,18 @@ from trinity_buffer.algorithm.advantage_fn.remax_advantage import REMAXAdvantage
 from trinity_buffer.algorithm.advantage_fn.rloo_advantage import RLOOAdvantageFn
 
 __all__ = [
-    "ADVANTAGE_FN",
     "ASYMREAdvantageFn",
     "ASYMREGroupAdvantage",
-    "AdvantageFn",
     "ClipBAdvantageFn",
     "ClipVAdvantageFn",
     "GRPOAdvantageFn",
     "GRPOGroupedAdvantage",
     "GiGPOAdvantageFn",
-    "GroupAdvantage",
     "JSDAdvantage",
     "OPMDAdvantageFn",
     "OPMDGroupAdvantage",
     "OnPolicyDistillAdvantage",
     "PPOAdvantageFn",
-    "PipelineAdvantage",
     "RECGroupedAdvantage",
     "REINFORCEGroupAdvantage",
     "REINFORCEPLUSPLUSAdvantageFn",
@@ -58,5 +49,5 @@ __all__ = [
     "RLOOAdvantageFn",
     "RewardAdvantage",
     "StepWiseGRPOAdvantageFn",
-    "TrainerAdvantage",
 ]
+__all__ += advantage_fn.__all__

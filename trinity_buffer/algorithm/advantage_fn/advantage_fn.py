@@ -17,18 +17,10 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from trinity_buffer.algorithm import annotating, arguments
+from trinity_buffer.algorithm import annotating, arguments, group_scores
 from trinity_buffer.algorithm.advantage_fn.rows import Result, Rows
 from trinity_buffer.algorithm.annotating import Problem, Scored
-from trinity_buffer.algorithm.group_scores import (
-    CountsOver,
-    Over,
-    Rewards,
-    ScoredGroups,
-    WholeUnits,
-    scored_rows,
-    statistics,
-)
+from trinity_buffer.algorithm.group_scores import CountsOver, Over, Rewards, ScoredGroups
 from trinity_buffer.experience import Experience, group_by
 
 __all__ = ["ADVANTAGE_FN", "AdvantageFn", "GroupAdvantage", "PipelineAdvantage", "TrainerAdvantage"]
@@ -70,7 +62,7 @@ class AdvantageFn(arguments.Configured, ABC):
 ADVANTAGE_FN: arguments.Registry[type[AdvantageFn]] = arguments.Registry("advantage_fn")
 
 
-class PipelineAdvantage(WholeUnits, AdvantageFn):
+class PipelineAdvantage(group_scores.WholeUnits, AdvantageFn):
     """Computes advantages of lists of experiences; the strategy around it hands on its unit."""
 
     # In a run ``over`` is ``"runs"``, unless it is said otherwise.
@@ -170,7 +162,8 @@ def less_baseline(
     rewards: Rewards, baselines: Rewards, weights: Rewards | None = None
 ) -> ScoredGroups:
     """Return the distance of ``rewards`` ``[k, G]`` from the baseline of each group ``[k]``."""
-    metrics = {"group_baseline": baselines, "reward_mean": statistics(rewards, weights).mean}
+    mean = group_scores.statistics(rewards, weights).mean
+    metrics = {"group_baseline": baselines, "reward_mean": mean}
     return ScoredGroups(scores=rewards - baselines[:, np.newaxis], metrics=metrics)
 
 
@@ -255,7 +248,7 @@ class GroupScoredAdvantage(CountsOver, TrainerAdvantage):
         names = rows.runs() if self.over == "runs" else None
         runs = None if names is None else np.array(names, np.int64)[order]
         sizes = np.array([len(members) for members in groups], np.int64)
-        scored = scored_rows(self.score_groups, self.over, rewards, sizes, runs)
+        scored = group_scores.scored_rows(self.score_groups, self.over, rewards, sizes, runs)
         scores = torch.zeros(len(rewards), dtype=torch.float64)
         if scored.scores is not None:
             scores[order] = torch.from_numpy(scored.scores)

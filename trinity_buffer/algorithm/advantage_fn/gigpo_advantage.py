@@ -89,13 +89,8 @@ class GiGPOAdvantageFn(group_scores.Deviation, PipelineAdvantage):
             return [], {}
         self.check(exps)
         tasks = annotating.runs_by_task(exps)
-        returns: Scores = {}
-        episode: Scores = {}
-        metrics = []
-        for runs in tasks.values():
-            scores, of_task = self._episodes(runs, returns)
-            episode.update(scores)
-            metrics.append(of_task)
+        episode, returns = Scores(), Scores()
+        metrics = [self._episodes(runs, episode, returns) for runs in tasks.values()]
         step, anchors = self._steps(exps, returns)
         for e in exps:
             annotating.annotate(e, episode[id(e)] + self.omega * step.get(id(e), 0.0))
@@ -114,8 +109,8 @@ class GiGPOAdvantageFn(group_scores.Deviation, PipelineAdvantage):
             return None
         return _in_order(steps)[-1]
 
-    def _episodes(self, runs: StepsByRun, returns: Scores) -> tuple[Scores, dict[str, float]]:
-        """Return the score of each run, for all its steps, and metrics; fill in ``returns``."""
+    def _episodes(self, runs: StepsByRun, episode: Scores, returns: Scores) -> dict[str, float]:
+        """Fill in the score of each run, for all its steps, and their returns; return metrics."""
         totals = []
         ordered = [_in_order(steps) for steps in runs.values()]
         for steps in ordered:
@@ -133,9 +128,9 @@ class GiGPOAdvantageFn(group_scores.Deviation, PipelineAdvantage):
                 # By identity: two steps of a run may be equal.
                 returns[id(step)] = running
         scores, mean, std = self._compared(totals)
-        metrics = {"episode_reward_mean": mean, "episode_reward_std": std}
-        pairs = zip(ordered, scores, strict=True)
-        return {id(step): score for steps, score in pairs for step in steps}, metrics
+        for steps, score in zip(ordered, scores, strict=True):
+            episode.update((id(step), score) for step in steps)
+        return {"episode_reward_mean": mean, "episode_reward_std": std}
 
     def _steps(
         self, exps: Sequence[Experience], returns: Scores

@@ -141,11 +141,7 @@ class Batches:
         batch.is_planned = True
 
     def record(
-        self,
-        names: Sequence[str],
-        tasks: Iterable[Key],
-        runs: Iterable[int],
-        late: Collection[int] = (),
+        self, names: Sequence[str], tasks: Iterable[Key], runs: Iterable[int], late: Collection[int]
     ) -> list[int]:
         """Take in experiences, refused ones included; return which of them seals contradict.
 
