@@ -57,15 +57,12 @@ STARTING = "starting: no step is committed yet"
 
 
 def demo_config(
-    options: Mapping[str, Any],
-    model: Path | None,
-    file: Mapping[str, Any],
-    overrides: Sequence[str],
+    chosen: Mapping[str, Any], model: Path | None, file: Mapping[str, Any], overrides: Sequence[str]
 ) -> RunConfig:
     """Return the recipe of algorithm and task, overridden by what the user gives.
 
     Args:
-        options: values of the command's own options, by key of the configuration.
+        chosen: values of the command's own options, by key of the configuration.
         model: folder of a model of transformers; None: our own transformer.
         file: the content of a configuration file.
         overrides: as ``optimizer.learning_rate=3e-4``.
@@ -75,7 +72,7 @@ def demo_config(
             something that the demo cannot make.
     """
     values = run_config.overridden(file, overrides)
-    for key, value in options.items():
+    for key, value in chosen.items():
         section, _, last = key.rpartition(".")
         option = f"--{'task' if key == 'task.name' else last} {value}"
         if section and model is not None:
@@ -84,7 +81,7 @@ def demo_config(
         other = table.get(last, value) if isinstance(table, dict) else value
         if other != value:
             raise InvalidArgumentError(f"{option}, and {key}={other}: give one of the two")
-    algorithm = options.get("algorithm", values.get("algorithm"))
+    algorithm = chosen.get("algorithm", values.get("algorithm"))
     if algorithm is not None and not isinstance(algorithm, str):
         raise InvalidArgumentError(f"algorithm={algorithm}: must be the name of one")
     if model is not None:  # what `init` writes, with the model in this folder
@@ -95,14 +92,14 @@ def demo_config(
             base[key] = f"{OWN_PACKAGE}.{base[key]}"
         base |= {"model": str(model.resolve()), "algorithm": algorithm or base["algorithm"]}
     else:
-        task = {"name": options.get("task.name"), "digits": options.get("task.digits", 3)}
+        task = {"name": chosen.get("task.name"), "digits": chosen.get("task.digits", 3)}
         task |= values["task"] if isinstance(values.get("task"), dict) else {}
         base = config_for(algorithm, task["name"], task["digits"])
-    base["seed"] = options.get("seed", 0)
+    base["seed"] = chosen.get("seed", 0)
     result = run_config.resolved(run_config.overridden(run_config.merged(base, file), overrides))
-    if "task.digits" in options and result.task.name != "sort":
+    if "task.digits" in chosen and result.task.name != "sort":
         raise InvalidArgumentError(
-            f"--digits {options['task.digits']}: the task {result.task.name!r} has none: leave it "
+            f"--digits {chosen['task.digits']}: the task {result.task.name!r} has none: leave it "
             "out, or choose --task sort"
         )
     _require_parts(result)  # refused here once, rather than by three processes and a new store
@@ -113,14 +110,11 @@ def _require_parts(config: RunConfig) -> None:
     """Raise an error unless a run has what its algorithm needs, or the demo can make it."""
     device_here(config.device)
     require_policies(config)
-    needs = needs_of_run(config)
-    made: dict[str, Any] = {}
-    if needs.teacher and config.teacher is None:
-        made["teacher"] = "made by the demo"
-    if needs.expert_groups and config.expert_experiment is None:
-        made["expert_experiment"] = "made by the demo"
-    schema = run_config.recorded(config)["schema"]
-    require_run(replace(config, **made), schema=schema)
+    needs, made = needs_of_run(config), "made by the demo"
+    teacher = config.teacher or (made if needs.teacher else None)
+    expert = config.expert_experiment or (made if needs.expert_groups else None)
+    whole = replace(config, teacher=teacher, expert_experiment=expert)
+    require_run(whole, schema=run_config.recorded(config)["schema"])
 
 
 def needs_of_run(config: RunConfig) -> Needs:

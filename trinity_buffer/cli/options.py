@@ -265,27 +265,22 @@ async def awaited_experiment(url: str, experiment: str | None) -> str:
 
 
 async def _on_opened(
-    work: Callable[..., Any],
-    kind: type,
-    chosen: Mapping[str, Any],
-    *,
-    read_only: bool,
-    reports: bool,
+    job: Callable[..., Any], kind: type, where: Mapping[str, Any], *, read_only: bool, reports: bool
 ) -> Any:
-    """Do the ``work`` of a command on a `Store`, or on an `Experiment` or a `Source` of one."""
-    as_of = chosen.get("as_of")
+    """Do the ``job`` of a command on a `Store`, or on an `Experiment` or a `Source` of one."""
+    as_of = where.get("as_of")
     # Not for each: two live displays would disturb each other.
     with progress() if reports or as_of else nullcontext(no_progress) as report:
-        work = partial(work, progress=report) if reports else work
-        url = chosen_store(chosen["store"])
+        job = partial(job, progress=report) if reports else job
+        url = chosen_store(where["store"])
         async with open_store(url, read_only=read_only, create=False) as opened:
             if kind is Store:
-                return await work(opened)
-            experiment = await opened.experiment(await experiment_in(opened, chosen["experiment"]))
+                return await job(opened)
+            experiment = await opened.experiment(await experiment_in(opened, where["experiment"]))
             if kind is Experiment:
-                return await work(experiment)
+                return await job(experiment)
             async with opened_as_of(experiment, as_of, report) as source:
-                return await work(source)
+                return await job(source)
 
 
 _EXPERIMENT = {"store": str | None, "experiment": str | None}

@@ -637,7 +637,7 @@ def replay(
     first, last = _steps_of_replay(steps, from_checkpoint)
     config, end = anyio.run(_run_to_replay, url, experiment, overrides, last)
     options: dict[str, Any] = {"first": first, "last": end.step, "repeat_skips": not overrides}
-    options |= {"from_checkpoint": from_checkpoint, "device": config.device}
+    options |= {"experiment": experiment, "consumer": config.trainer, "device": config.device}
     if overrides:  # another algorithm may need other columns than the run's
         options["needs"] = stream_options(run_config.algorithm_of(config))["needs"]
     losses: list[float] = []
@@ -648,9 +648,8 @@ def replay(
         _score_as_then(trainer, report.step + 1, end)
 
     with tempfile.TemporaryDirectory() as scratch:
-        with replaying.open_replay_stream(
-            url, experiment=experiment, consumer=config.trainer, **options
-        ) as stream:
+        options["from_checkpoint"] = from_checkpoint
+        with replaying.open_replay_stream(url, **options) as stream:
             algorithm = run_config.algorithm_of(config)
             settings = replace(settings_of(config, Path(scratch)), max_skipped_steps=None)
             trainer = trainer_on(stream, config, algorithm, settings)

@@ -168,9 +168,8 @@ class _Attention(nn.Module):
         queries, keys, values = joined.view(rows, width, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
         if cache is not None:
             keys, values = cache.append(self.layer, keys, values)
-        mixed = functional.scaled_dot_product_attention(
-            queries, keys, values, is_causal=width > 1 and width == keys.shape[-2]
-        )
+        causal = width > 1 and width == keys.shape[-2]
+        mixed = functional.scaled_dot_product_attention(queries, keys, values, is_causal=causal)
         mixed = mixed.transpose(1, 2).reshape(rows, width, -1)
         return self.outward(mixed if packed is None else packed.gather(mixed))  # type: ignore[no-any-return]  # nn.Module.__call__
 

@@ -32,14 +32,10 @@ class EventLine:
 
 
 async def position_before(
-    experiment: Experiment,
-    count: int,
-    *,
-    kinds: Sequence[str] | None = None,
-    up_to: int | None = None,
+    handle: Experiment, count: int, *, kinds: Sequence[str] | None = None, up_to: int | None = None
 ) -> int:
     """Return the position before the last ``count`` events (of these kinds) up to ``up_to``."""
-    database, key = experiment.database, experiment.key
+    database, key = handle.database, handle.key
     last = await database.read(log.head, key) if up_to is None else up_to
     if kinds is None:
         return max(0, last - count)  # positions have no gaps

@@ -242,9 +242,8 @@ def _known(rows: Sequence[ExperienceRow]) -> dict[str, list[Any]]:
     for name in ("batch", "task"):
         columns[name] = [*map(str, columns[name])]
     # What no table has, such as the digest, goes by the schema.
-    return columns | {
-        name: [*of] for name, of in zip(ExperienceRow._fields, zip(*rows, strict=True), strict=True)
-    }
+    known = zip(ExperienceRow._fields, zip(*rows, strict=True), strict=True)
+    return columns | {name: [*values] for name, values in known}
 
 
 def _gathered(

@@ -158,9 +158,8 @@ async def step_page(asked: Asked) -> Page:
     source, number = asked.source, whole("step", asked.part)
     contents = await inspector.blame(source, number, trainer=asked.text("trainer"))
     trainer = contents.line.trainer
-    near = await inspector.steps(
-        source, trainer=trainer, after=max(0, number - 1 - NEIGHBOURS), limit=2 * NEIGHBOURS + 1
-    )
+    first, most = max(0, number - 1 - NEIGHBOURS), 2 * NEIGHBOURS + 1
+    near = await inspector.steps(source, trainer=trainer, after=first, limit=most)
     low, high, start = asked.real("low"), asked.real("high"), asked.whole("from") or 0
     order = ROW_ORDERS.get(asked.text("sort") or "", ROW_ORDERS["slot"])
     rows = [
