@@ -362,17 +362,12 @@ def tool_calls_in(text: str, tools: Tools, turn: int = 0) -> tuple[str, list[dic
     begins, ends = [span.begin for span in spans], [span.end for span in spans]
     pieces = zip([0, *ends], [*begins, len(text)], strict=True)
     rest = "".join(text[begin:end] for begin, end in pieces)
-    return rest, [
-        {
-            "id": call.id or _id(f"{turn} {number} {text}"),
-            "type": "function",
-            "function": {
-                "name": call.name,
-                "arguments": json.dumps(call.arguments, ensure_ascii=False),
-            },
-        }
-        for number, call in enumerate(calls)
-    ]
+    made = []
+    for number, call in enumerate(calls):
+        function = {"name": call.name, "arguments": json.dumps(call.arguments, ensure_ascii=False)}
+        own = call.id or _id(f"{turn} {number} {text}")
+        made.append({"id": own, "type": "function", "function": function})
+    return rest, made
 
 
 def _decoded(call: Mapping[str, Any]) -> dict[str, Any]:
@@ -710,9 +705,7 @@ def rendered(
         except TypeError:  # as DeepSeek's, which takes arguments as texts
             return _applied(tokenizer, texts, tools, options)
     except (TemplateError, TypeError, ValueError) as error:
-        raise InvalidArgumentError(
-            f"the chat template cannot write this conversation ({error})"
-        ) from error
+        raise InvalidArgumentError(f"the chat template cannot write this ({error})") from error
 
 
 def _applied(tokenizer: Any, messages: list[Any], tools: Tools, options: Mapping[str, Any]) -> str:

@@ -505,18 +505,14 @@ class OpenAIModel:
         self._logprobs_mode = logprobs_mode
         self._require_ids = require_ids
         self._sampling = pinned(sampling)
-        self._marks: dict[str, Any] = {
-            "logprobs_mode": logprobs_mode,
-            "sampling": changes(self._sampling),
-        }
+        self._marks: dict[str, Any] = {"sampling": changes(self._sampling)}
+        self._marks["logprobs_mode"] = logprobs_mode
         self._tokenizer = load_tokenizer(tokenizer) if isinstance(tokenizer, str) else tokenizer
         self._weights = ServedWeights(self.server)
         if require_ids:
             require_sampled(self._sampling, logprobs_mode)
             if (choices := sampling.get("n") or 1) != 1:
-                raise InvalidArgumentError(
-                    f"n={choices!r:.40}: a call returns one answer; call it so often"
-                )
+                raise InvalidArgumentError(f"n={choices!r:.40}: one answer a call: call it n times")
 
     async def __aenter__(self) -> Self:
         return self
@@ -593,9 +589,7 @@ class OpenAIModel:
         with understanding(self.server.root):
             choices = answer.get("choices") or []
             if not choices:
-                raise InferenceServerError(
-                    f"the server answered without a choice: {str(answer)[:300]}"
-                )
+                raise InferenceServerError(f"{self.server.root}: no choice in {str(answer)[:300]}")
             made = completion_of(answer, choices[0])
         if self._require_ids:
             require_whole(answer, [made], self.server.root)

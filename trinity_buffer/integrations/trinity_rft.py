@@ -15,12 +15,7 @@ from typing import Any
 from typing_extensions import override
 
 from trinity_buffer.experience import CustomField, Experience
-from trinity_buffer.integrations.checkpointed_steps import (
-    CheckpointedSteps,
-    checkpointed_steps,
-    last_saved,
-    require_temperature,
-)
+from trinity_buffer.integrations import checkpointed_steps as checkpointed
 from trinity_buffer.integrations.imports.formats import counted_eid
 from trinity_buffer.lazy import TESTED, importing
 from trinity_buffer.pipeline.annotate.consumer import run_strategy
@@ -141,7 +136,7 @@ class StoreSampleStrategy(SampleStrategy):  # type: ignore[misc]  # trinity is u
         self._checkpoints = None if checkpoints is None else Path(checkpoints)
         self._temperature = temperature
         self._stack = AsyncExitStack()
-        self._opened: tuple[Experiment, CheckpointedSteps] | None = None
+        self._opened: tuple[Experiment, checkpointed.CheckpointedSteps] | None = None
 
     @override
     async def sample(
@@ -157,22 +152,23 @@ class StoreSampleStrategy(SampleStrategy):  # type: ignore[misc]  # trinity is u
         """
         self._opened = self._opened or await self._open(step - 1)
         experiment, steps = self._opened
-        saved = steps.newest if self._checkpoints is None else last_saved(self._checkpoints)
-        await steps.commit(saved, self._checkpoints and self._checkpoints / f"global_step_{saved}")
+        folder = self._checkpoints
+        saved = steps.newest if folder is None else checkpointed.last_saved(folder)
+        await steps.commit(saved, folder and folder / f"global_step_{saved}")
         taken = await steps.take()
         for microbatch in taken.microbatches:
             microbatch.require_scorable()
         rows = await experiences_of(experiment, taken.manifest)
-        require_temperature(rows, self._temperature)
+        checkpointed.require_temperature(rows, self._temperature)
         samples = to_trinity(rows)
         metrics: dict[str, Any] = {}
         self.set_model_version_metric(samples, metrics)
         return samples, metrics, representative_sample(samples)
 
-    async def _open(self, trained: int) -> tuple[Experiment, CheckpointedSteps]:
+    async def _open(self, trained: int) -> tuple[Experiment, checkpointed.CheckpointedSteps]:
         store = await self._stack.enter_async_context(open_store(self._url))
         experiment = await store.experiment(self._name)
-        steps = checkpointed_steps(experiment, trained, **self._options)
+        steps = checkpointed.checkpointed_steps(experiment, trained, **self._options)
         return experiment, await self._stack.enter_async_context(steps)
 
     async def close(self) -> None:

@@ -210,29 +210,22 @@ def samples_of(step: TrainStep, version: int) -> Iterator[RolloutSample]:
                     "TRL's asynchronous trainer takes one advantage of a rollout, and those of "
                     "this set differ from token to token: annotate with a strategy such as 'grpo'"
                 )
-            yield RolloutSample(
-                prompt=[],
-                completion=[],
-                input_ids=batch["input_ids"][row, :length].numpy(),
-                completion_mask=mask.numpy().astype(np.int64),
-                old_log_probs=batch["old_logprob"][row, :length].float().numpy(),
+            yield _row(
+                batch["input_ids"][row, :length].numpy(),
+                mask.numpy().astype(np.int64),
+                batch["old_logprob"][row, :length].float().numpy(),
                 advantage=float(advantages[0]) if len(advantages) else 0.0,
                 model_version=version,
                 group_id=step.step << 20 | int(batch["group_index"][row]),
-                metrics={},
             )
 
 
 def _filler(version: int) -> RolloutSample:
     """Return a row whose one token changes nothing: TRL's loss needs one in every micro-batch."""
-    return RolloutSample(
-        prompt=[],
-        completion=[],
-        input_ids=np.zeros(2, np.int64),
-        completion_mask=np.array([0, 1]),
-        old_log_probs=np.zeros(2, np.float32),
-        advantage=0.0,
-        model_version=version,
-        group_id=-1,
-        metrics={},
-    )
+    ids, mask, logprobs = np.zeros(2, np.int64), np.array([0, 1]), np.zeros(2, np.float32)
+    return _row(ids, mask, logprobs, advantage=0.0, model_version=version, group_id=-1)
+
+
+def _row(ids: Any, mask: Any, logprobs: Any, **others: Any) -> RolloutSample:
+    own = {"input_ids": ids, "completion_mask": mask, "old_log_probs": logprobs}
+    return RolloutSample(prompt=[], completion=[], metrics={}, **own, **others)

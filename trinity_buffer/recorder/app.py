@@ -277,11 +277,8 @@ class Recorder:
             ends = ("chat/completions", "completions")
             routes += [self._route(f"{place}/{end}", self._complete) for end in ends]
             routes.append(self._route(f"{place}/models", models, "GET"))
-        return Starlette(
-            routes=routes,
-            lifespan=self._lifespan,
-            exception_handlers=dict.fromkeys((TrinityBufferError, HTTPException), _error),
-        )
+        answers: Any = dict.fromkeys((TrinityBufferError, HTTPException), _error)
+        return Starlette(routes=routes, lifespan=self._lifespan, exception_handlers=answers)
 
     def _route(
         self, path: str, answer: Callable[[Request], Awaitable[Response]], method: str = "POST"

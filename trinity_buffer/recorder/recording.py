@@ -155,10 +155,8 @@ class Recording:
         turns = [turns[0]._replace(choices=len(turns)), *turns[1:]]
         async with AsyncExitStack() as held:
             opened = [await held.enter_async_context(self._taken(place)) for place in rollouts]
-            stored = [
-                _stored(place, state.count, turn)
-                for place, state, turn in zip(rollouts, opened, turns, strict=True)
-            ]
+            parts = zip(rollouts, opened, turns, strict=True)
+            stored = [_stored(place, state.count, turn) for place, state, turn in parts]
             opened[0].choices = max(opened[0].choices, len(turns))
             if task_status is not None:
                 task_status.started()
@@ -190,9 +188,7 @@ class Recording:
         state = await self._of(rollout)
         async with state.turn:
             if state.is_closed and not closes:
-                raise errors.ConflictError(
-                    f"rollout {rollout} is closed, its reward is known: begin another one"
-                )
+                raise errors.ConflictError(f"rollout {rollout} is closed: begin another one")
             if state.lost is not None:
                 raise errors.ConflictError(
                     f"rollout {rollout} lacks a turn that was answered before it was stored, which "

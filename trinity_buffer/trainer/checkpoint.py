@@ -453,10 +453,8 @@ def begin(
         owners = parallel.owners_of(tensors, files)
         mine = [name for name, file in owners.items() if file % ranks == rank]
         whole = parallel.whole_tensors(tensors, mine, copies)  # every rank gathers
-        shares += [
-            partial(parallel.write_share, place, stem, whole, owners, file, files)
-            for file in range(rank, files, ranks)
-        ]
+        write = partial(parallel.write_share, place, stem, whole, owners)
+        shares += [partial(write, file, files) for file in range(rank, files, ranks)]
         if place == of_policy:
             # Anything may change the weights next, a callback too. The state of an optimizer
             # changes in its step alone, before which the trainer holds again.

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from trinity_buffer.errors import CheckpointError, TrainingError
 from trinity_buffer.pipeline.history.replay import StepStream
 from trinity_buffer.pipeline.train import step as steps
-from trinity_buffer.trainer.parallel import Processes, opened_files, unwrapped
+from trinity_buffer.trainer.parallel import Processes, Tensors, opened_files, unwrapped
 
 _logger = logging.getLogger(__name__)
 
@@ -206,11 +206,9 @@ class SameBits:
         A warning says which settings differ from those of the recorded step, in a replay, or of the
         commit that was resumed from: once, and again when others do.
         """
-        self.environment = steps.environment_of_run(self._device) | {
-            "ranks": self._processes.world_size,
-            **({} if (attention := attention_of(policy)) is None else {"attention": attention}),
-            **self._settings,
-        }
+        own = {"ranks": self._processes.world_size, "attention": attention_of(policy)}
+        known = {name: value for name, value in own.items() if value is not None}
+        self.environment = steps.environment_of_run(self._device) | known | dict(self._settings)
         recorded, self._resumed_from = step.environment or self._resumed_from, {}
         differing = steps.differences(recorded, self.environment)
         new = any(self.differences.get(name) != pair for name, pair in differing.items())
@@ -251,14 +249,9 @@ def largest_difference(recorded: Path, replayed: Path) -> LargestDifference:
         CheckpointError: they cannot be read.
     """
     try:
-        with (
-            opened_files(_weight_files(recorded)) as theirs,
-            opened_files(_weight_files(replayed)) as ours,
-        ):
-            parts = [
-                LargestDifference(_relative(theirs.get(name), ours.get(name)), name)
-                for name in sorted({*theirs, *ours})
-            ]
+        with _opened(recorded) as theirs, _opened(replayed) as ours:
+            names = sorted({*theirs, *ours})
+            parts = [LargestDifference(_relative(theirs.get(n), ours.get(n)), n) for n in names]
     except (OSError, SafetensorError) as error:
         raise CheckpointError(
             f"the weights in {recorded} and the replayed ones cannot be compared: {error}"
@@ -268,12 +261,12 @@ def largest_difference(recorded: Path, replayed: Path) -> LargestDifference:
     return max(parts, key=lambda part: part.relative)
 
 
-def _weight_files(weights: Path) -> list[Path]:
-    """Return the files of safetensors in a folder, or the one that is given."""
+def _opened(weights: Path) -> AbstractContextManager[Tensors]:
+    """Open the files of safetensors in a folder, or the one that is given."""
     files = sorted(weights.glob("*.safetensors")) if weights.is_dir() else [weights]
     if not files:
         raise CheckpointError(f"{weights} holds no safetensors, which weights are compared by")
-    return files
+    return opened_files(files)
 
 
 def _relative(recorded: Tensor | None, replayed: Tensor | None) -> float:

@@ -364,11 +364,8 @@ def require_same_weights(model: Trainable, processes: Processes) -> None:
     if processes.world_size == 1:
         return
     # Their bits as integers, whose sum is the same in any order, on any device.
-    sums = [
-        int(weight.detach().flatten().view(_INTEGERS[weight.element_size()]).sum())
-        for weight in model.parameters()
-        if not is_sharded(weight)
-    ]
+    held = (weight.detach().flatten() for weight in model.parameters() if not is_sharded(weight))
+    sums = [int(weight.view(_INTEGERS[weight.element_size()]).sum()) for weight in held]
     first, *others = processes.gather(sums)
     if any(of_rank != first for of_rank in others):
         raise InvalidArgumentError(

@@ -17,12 +17,8 @@ from trinity_buffer.writer import StagedWriter
 
 _logger = logging.getLogger(__name__)
 
-COMPARE_RUNS = frozenset(
-    {
-        *("grpo", "dapo_dynamic_sampling", "reward_variance", "duplicate_informative"),
-        *("best_of_group", "step_wise_grpo", "rloo", "grpo_verl"),
-    }
-)
+COMPARE_RUNS = {"grpo", "dapo_dynamic_sampling", "reward_variance", "duplicate_informative"}
+COMPARE_RUNS |= {"best_of_group", "step_wise_grpo", "rloo", "grpo_verl"}
 """Strategies and advantage functions that have nothing to say of a run that stands alone."""
 
 RECORDED = frozenset({"logprobs", "reward"})

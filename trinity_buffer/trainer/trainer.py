@@ -86,12 +86,9 @@ class TrainerSettings(OptimizerOptions, TrainingOptions):
 
     def optimizer_of(self, model: Trainable, *, is_critic: bool = False) -> torch.optim.Optimizer:
         """Return a fresh optimizer for the policy, or for the critic."""
-        return torch.optim.AdamW(
-            model.parameters(),
-            lr=self.critic_learning_rate if is_critic else self.learning_rate,
-            weight_decay=self.weight_decay,
-            betas=self.betas,
-        )
+        weights, decay = model.parameters(), self.weight_decay
+        rate = self.critic_learning_rate if is_critic else self.learning_rate
+        return torch.optim.AdamW(weights, lr=rate, weight_decay=decay, betas=self.betas)
 
 
 def is_beside(settings: TrainerSettings, policy: Policy) -> bool:
@@ -148,9 +145,7 @@ class Trainer:
         if isinstance(stream, SyncTrainStream):
             stream.require_commits(settings.commit_every_steps, "commit_every_steps")
         if self._coefficients() and self._processes.world_size > 1:
-            raise InvalidArgumentError(
-                "an adaptive KL coefficient would differ from rank to rank: give a fixed one"
-            )
+            raise InvalidArgumentError("adaptive KL coefficients differ by rank: give a fixed one")
         # Before a model is used: a reference may be tried out.
         deciding = settings.deciding(is_own=optimizer is not None)
         self._bits = SameBits(
@@ -416,13 +411,10 @@ class Trainer:
 
     def _gradient(self, microbatch: MicroBatch, meter: StepMeter | None) -> dict[str, Tensor]:
         """Add to the gradient of the weights; return the metrics of the loss, itself included."""
-        scores = self.state.policy.scores(microbatch)
+        scores, layout = self.state.policy.scores(microbatch), microbatch.layout
+        weigh = None if meter is None else meter.weigh
         loss, metrics = self._algorithm.loss(
-            scores.logprob,
-            microbatch,
-            entropy=scores.entropy,
-            layout=microbatch.layout,
-            weigh=None if meter is None else meter.weigh,
+            scores.logprob, microbatch, entropy=scores.entropy, layout=layout, weigh=weigh
         )
         loss.backward()
         if meter is not None:

@@ -142,9 +142,7 @@ def _values(path: Path) -> Iterator[tuple[str, Any]]:
     if path.is_dir():
         files = [file for file in path.rglob("*") if file.suffix in READERS and file.is_file()]
     elif path.suffix not in READERS:
-        raise InvalidArgumentError(
-            f"{path}: a data set ends in {', '.join(READERS)}, or is a folder"
-        )
+        raise InvalidArgumentError(f"{path}: data sets end in {', '.join(READERS)} or are folders")
     # ``2.jsonl`` comes before ``10.jsonl``.
     for file in sorted(files, key=lambda f: (int(f.stem) if f.stem.isdigit() else 0, str(f))):
         try:
