@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from trinity_buffer import open_store
+from trinity_buffer.cli.options import Run
 from trinity_buffer.cli.roles import annotate, prepare
 from trinity_buffer.cli.run_config import (
     algorithm_of,
@@ -46,7 +47,7 @@ async def test_recorded_rows_stand_alone_unless_their_experiment_says_otherwise(
 ) -> None:
     async with open_store(new_sqlite_url) as store:
         await store.experiment("x", schema="sft", config=config)
-    await prepare(new_sqlite_url, "x", {"algorithm": "sft", "model": str(tmp_path)}, overrides)
+    await prepare(Run(new_sqlite_url, "x", {"algorithm": "sft", "model": str(tmp_path)}, overrides))
     async with open_store(new_sqlite_url) as store:
         found = (await store.experiment("x")).config["rollouts_per_group"]
     assert found == config.get("rollouts_per_group", 1)
@@ -57,14 +58,18 @@ async def test_what_a_file_leaves_out_of_what_is_recorded_is_named(
 ) -> None:
     first = {"max_steps": 6, "seed": 3, "optimizer": {"learning_rate": 0.5, "weight_decay": 0.25}}
     args = {"kl_loss_fn": "none"}
-    await prepare(new_sqlite_url, "x", first | {"algorithm_args": args, "layout": "packed"}, [])
+    await prepare(
+        Run(new_sqlite_url, "x", first | {"algorithm_args": args, "layout": "packed"}, [])
+    )
     assert capsys.readouterr().out == ""
     then = {"optimizer": {"weight_decay": 0.25}}
-    await prepare(new_sqlite_url, "x", then, ["layout=packed", "algorithm_args.kl_loss_fn=none"])
+    await prepare(
+        Run(new_sqlite_url, "x", then, ["layout=packed", "algorithm_args.kl_loss_fn=none"])
+    )
     said = "the file of --config leaves out max_steps=6, optimizer.learning_rate=0.5, seed=3, which"
     assert said in capsys.readouterr().out
-    await prepare(new_sqlite_url, "x", None, ["seed=4"])  # there is no file
-    await prepare(new_sqlite_url, "x", first | {"max_steps": None, "algorithm_args": args}, [])
+    await prepare(Run(new_sqlite_url, "x", None, ["seed=4"]))  # there is no file
+    await prepare(Run(new_sqlite_url, "x", first | {"max_steps": None, "algorithm_args": args}, []))
     assert "the file of --config leaves out layout='packed', which x" in capsys.readouterr().out
     async with open_store(new_sqlite_url) as store:
         assert (await store.experiment("x")).config["max_steps"] is None

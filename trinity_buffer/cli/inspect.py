@@ -24,7 +24,6 @@ from trinity_buffer.identity import parse_uid
 from trinity_buffer.inspector.experience import Unreadable
 from trinity_buffer.inspector.group_views import Order as GroupOrder
 from trinity_buffer.inspector.source import Source, now
-from trinity_buffer.inspector.source import as_of as opened_as_of
 from trinity_buffer.inspector.step_lines import ROW_ORDERS, RowOrder
 from trinity_buffer.inspector.token_table import token_texts
 from trinity_buffer.pipeline.coordination.diagnosis import counted
@@ -440,7 +439,7 @@ async def diff(
             runs = await questions.compare_runs(a, b, progress=progress)
             return output.Answer(runs, _runs_text(runs, store.url, other.url))
     chosen = await store.experiment(await options.experiment_in(store, experiment))
-    async with opened_as_of(chosen, as_of, progress) as source:
+    async with questions.as_of(chosen, as_of, progress) as source:
         sets = await questions.compare_sets(source, first, second, limit=limit, progress=progress)
     # `asdict` would copy a Counter by counting its items.
     value = {one.name: getattr(sets, one.name) for one in fields(sets) if one.name != "total"}

@@ -107,15 +107,13 @@ def _print_version(wanted: bool) -> None:
         raise typer.Exit
 
 
+VERSION = typer.Option(
+    "--version", callback=_print_version, is_eager=True, help="Say the version, and end."
+)
+
+
 @app.callback()
-def trinity_buffer(
-    version: Annotated[
-        bool,
-        typer.Option(
-            "--version", callback=_print_version, is_eager=True, help="Say the version, and end."
-        ),
-    ] = False,
-) -> None:
+def trinity_buffer(version: Annotated[bool, VERSION] = False) -> None:
     """Know what every gradient step was trained on: an experience store for post-training.
 
     `trinity-buffer COMMAND --help` shows the options of a command, and an example.

@@ -295,11 +295,7 @@ _PLACES: dict[Any, dict[str, Any]] = {
 
 
 def command(
-    *,
-    lines: bool = False,
-    read_only: bool = True,
-    interrupted: str | None = None,
-    follows: bool = False,
+    *, lines: bool = False, read_only: bool = True, resumable: bool = False, follows: bool = False
 ) -> Callable[[Callable[..., Any]], Callable[..., None]]:
     """Make a command of a function, whose parameters are its options.
 
@@ -310,7 +306,7 @@ def command(
     Args:
         lines: with --json there is an object per line.
         read_only: how the store is opened.
-        interrupted: what Ctrl-C prints.
+        resumable: Ctrl-C says that the same command goes on.
         follows: with --follow it ends with Ctrl-C only, which is no failure then.
     """
 
@@ -337,8 +333,8 @@ def command(
             try:
                 answer: Any = anyio.run(main) if iscoroutinefunction(work) else main()
             except KeyboardInterrupt:
-                if interrupted is not None:
-                    typer.echo(interrupted)
+                if resumable:
+                    typer.echo(RESUMABLE)
                 ended = follows and options["follow"]
                 raise typer.Exit(0 if ended else INTERRUPTED) from None
             if answer is not None:

@@ -30,7 +30,7 @@ from trinity_buffer import errors
 from trinity_buffer.algorithm import ADD_STRATEGY, Algorithm
 from trinity_buffer.cli import run_config
 from trinity_buffer.cli.escaping import escaped
-from trinity_buffer.cli.options import chosen_experiment, make_folder, make_folder_of, only_one
+from trinity_buffer.cli.options import Run, chosen_experiment, make_folder, make_folder_of, only_one
 from trinity_buffer.cli.run_backends import backend_for, require_run
 from trinity_buffer.demo.policy import TransformerPolicy
 from trinity_buffer.events import ConfigurationChanged, ExperimentFinished, TrainerRewound, kinds_of
@@ -57,17 +57,15 @@ Say = Callable[[str], None]
 
 DEFAULT_NAME = "run"
 
-OF_STEPS = frozenset(
-    {
-        *("groups_per_batch", "groups_per_step", "rollouts_per_group", "tokens_per_microbatch"),
-        *("layout", "max_staleness", "max_queued_groups", "strategy", "strategy_args"),
-        *("group_timeout_s", "idle_s", "on_incomplete_group", "stalled_after_s"),
-        *("commit_every_steps", "max_steps", "max_tokens", "max_rejected_steps", "lease_ttl_s"),
-        *("algorithm_args.add_strategy", "algorithm_args.add_strategy_args", "expert_experiment"),
-        *("algorithm_args.sample_strategy", "algorithm_args.sample_strategy_args", "evaluation"),
-        *("async_checkpoints", "record_row_metrics", "record_token_metrics", "max_skipped_steps"),
-        *("rollout", "tasks", "evaluate", "explorer", "server", "server_type", "tokenizer"),
-    }
+OF_STEPS = (
+    *("groups_per_batch", "groups_per_step", "rollouts_per_group", "tokens_per_microbatch"),
+    *("layout", "max_staleness", "max_queued_groups", "strategy", "strategy_args"),
+    *("group_timeout_s", "idle_s", "on_incomplete_group", "stalled_after_s"),
+    *("commit_every_steps", "max_steps", "max_tokens", "max_rejected_steps", "lease_ttl_s"),
+    *("algorithm_args.add_strategy", "algorithm_args.add_strategy_args", "expert_experiment"),
+    *("algorithm_args.sample_strategy", "algorithm_args.sample_strategy_args", "evaluation"),
+    *("async_checkpoints", "record_row_metrics", "record_token_metrics", "max_skipped_steps"),
+    *("rollout", "tasks", "evaluate", "explorer", "server", "server_type", "tokenizer"),
 )
 """Keys without effect on a replay: of what steps hold, and when a run measures, commits, ends."""
 
@@ -161,24 +159,13 @@ def at_its_device(config: RunConfig) -> RunConfig:
     return replace(config, device=device)
 
 
-async def prepare(
-    url: str,
-    name: str | None,
-    file: Mapping[str, Any] | None,
-    overrides: Sequence[str],
-    *,
-    explores: bool = False,
-    resume_from: int | None = None,
-) -> str:
+async def prepare(run: Run, *, explores: bool = False, resume_from: int | None = None) -> str:
     """Create the experiment of a run, or record what changed in its configuration, if anything.
 
     A refusal records nothing, and creates neither a store nor its folder.
 
     Args:
-        url: of the store.
-        name: of the experiment; None: the only one there is but for its turns, else `DEFAULT_NAME`.
-        file: the content of a configuration file, if there is one.
-        overrides: as ``optimizer.learning_rate=3e-4``.
+        run: its experiment; None: the only one there is but for its turns, else `DEFAULT_NAME`.
         explores: require what makes rollouts; else what is trained.
         resume_from: the step to which the trainer is to go back.
 
@@ -189,6 +176,7 @@ async def prepare(
         InvalidArgumentError: says which key is wrong, or what the run lacks.
         CheckpointError: there is no such step to go back to.
     """
+    url, name, file, overrides = run
     if file is None and not overrides:
         return await chosen_experiment(url, name)
     settings = partial(_settings, file or {}, overrides, explores)

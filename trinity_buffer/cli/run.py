@@ -78,7 +78,7 @@ def demo(
     raise typer.Exit(run.run())
 
 
-@options.command(interrupted=options.RESUMABLE)
+@options.command(resumable=True)
 async def explore(
     run: options.Run,
     actor: options.Required,
@@ -108,11 +108,11 @@ async def explore(
         options.require_folder(acknowledge)
     receipts = None if acknowledge is None else acknowledge / f"{actor}.ack"
     limits: dict[str, Any] = {"max_batches": batches, "acknowledgements": receipts}
-    name = await roles.prepare(*run, explores=True)
+    name = await roles.prepare(run, explores=True)
     await roles.explore(run.url, name, actor=actor, take_over=take_over, say=roles.plain, **limits)
 
 
-@options.command(interrupted=options.RESUMABLE)
+@options.command(resumable=True)
 async def annotate(
     place: options.Place,
     strategy: str | None = None,
@@ -149,7 +149,7 @@ async def annotate(
         )
 
 
-@options.command(interrupted=options.RESUMABLE)
+@options.command(resumable=True)
 def train(
     run: options.Run,
     checkpoints: Path | None = None,
@@ -189,7 +189,7 @@ def train(
         raise InvalidArgumentError(
             "a store on a server has no folder beside it: say --checkpoints FOLDER"
         )
-    prepare = partial(roles.prepare, *run, resume_from=resume_from)
+    prepare = partial(roles.prepare, run, resume_from=resume_from)
     with roles.ranks_of_environment() as processes:
         # One rank creates the experiment, and the others learn its name.
         name = roles.on_rank_0(processes, lambda: anyio.run(prepare))

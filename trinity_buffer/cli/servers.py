@@ -91,7 +91,7 @@ async def serve(
         await _serve(door, host, app, lambda at: f"shows {shown}: {at}/", lifespan="on", **ending)
 
 
-@options.command(interrupted=options.RESUMABLE)
+@options.command(resumable=True)
 async def sync_weights(
     place: options.Place,
     server: list[str] | None = None,

@@ -14,6 +14,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from trinity_buffer import errors
 
@@ -97,13 +98,9 @@ class Child:
             self._log_start = log.tell()
             # In a session of its own, so that Ctrl-C only reaches the supervisor, which then asks
             # the children one by one.
+            streams: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": log, "stderr": log}
             self.process = subprocess.Popen(
-                self.command,
-                stdout=log,
-                stderr=log,
-                stdin=subprocess.DEVNULL,
-                env=environment,
-                start_new_session=True,
+                self.command, env=environment, start_new_session=True, **streams
             )
 
     @property
