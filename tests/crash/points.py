@@ -26,7 +26,7 @@ TRANSACTIONS = {
     "trinity_buffer.pipeline.write.writer:SQLWriter.plan": "plan",
     "trinity_buffer.pipeline.write.writer:GroupCommit._append": "append",
     "trinity_buffer.pipeline.annotate.consumer:StrategyConsumer._commit": "annotate",
-    "trinity_buffer.pipeline.train.stream:LeadingStream._append_lease": "lease",
+    "trinity_buffer.pipeline.coordination.lease:TrainerLease.append": "lease",
     "trinity_buffer.pipeline.train.stream:LeadingStream._commit": "commit",
     "trinity_buffer.pipeline.history.compact:_Compaction._delete": "compact",
 }
