@@ -3,7 +3,13 @@
 Importing this package registers every class of it.
 """
 
-from trinity_buffer.algorithm import entropy_loss_fn, kl_fn, policy_loss_fn
+from trinity_buffer.algorithm import (
+    entropy_loss_fn,
+    functional,
+    importance_correction,
+    kl_fn,
+    policy_loss_fn,
+)
 from trinity_buffer.algorithm.add_strategy import (
     AddStrategy,
     GroupAdvantageStrategy,
@@ -19,23 +25,8 @@ from trinity_buffer.algorithm.algorithm import ALGORITHM_TYPE, AlgorithmType, Re
 from trinity_buffer.algorithm.arguments import Registry
 from trinity_buffer.algorithm.building import Algorithm, build, effective_args
 from trinity_buffer.algorithm.entropy_loss_fn import *  # noqa: F403 - all that it exports
-from trinity_buffer.algorithm.functional import (
-    aggregate_loss,
-    masked_mean,
-    masked_sum,
-    masked_var,
-    masked_whiten,
-)
-from trinity_buffer.algorithm.importance_correction import (
-    IMPORTANCE_CORRECTION,
-    IcePop,
-    ImportanceCorrection,
-    NoCorrection,
-    SequenceMIS,
-    SequenceTIS,
-    TokenMIS,
-    TokenTIS,
-)
+from trinity_buffer.algorithm.functional import *  # noqa: F403 - all that it exports
+from trinity_buffer.algorithm.importance_correction import *  # noqa: F403 - all that it exports
 from trinity_buffer.algorithm.kl_fn import *  # noqa: F403 - all that it exports
 from trinity_buffer.algorithm.layout import BatchLayout, Totals
 from trinity_buffer.algorithm.policy_loss_fn import *  # noqa: F403 - all that it exports
@@ -46,7 +37,6 @@ __all__ = [
     "ADD_STRATEGY",
     "ADVANTAGE_FN",
     "ALGORITHM_TYPE",
-    "IMPORTANCE_CORRECTION",
     "SAMPLE_STRATEGY",
     "AddStrategy",
     "AdvantageFn",
@@ -57,28 +47,18 @@ __all__ = [
     "GRPOAdvantageFn",
     "GroupAdvantage",
     "GroupAdvantageStrategy",
-    "IcePop",
-    "ImportanceCorrection",
-    "NoCorrection",
     "Recipe",
     "Registry",
     "SampleStrategy",
-    "SequenceMIS",
-    "SequenceTIS",
     "StepWiseGRPOStrategy",
-    "TokenMIS",
-    "TokenTIS",
     "Totals",
-    "aggregate_loss",
     "build",
     "compose",
     "effective_args",
     "group_by",
-    "masked_mean",
-    "masked_sum",
-    "masked_var",
-    "masked_whiten",
 ]
 __all__ += entropy_loss_fn.__all__
+__all__ += functional.__all__
+__all__ += importance_correction.__all__
 __all__ += kl_fn.__all__
 __all__ += policy_loss_fn.__all__

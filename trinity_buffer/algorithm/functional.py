@@ -17,6 +17,8 @@ from trinity_buffer.algorithm.arguments import one_of
 from trinity_buffer.algorithm.layout import BatchLayout
 from trinity_buffer.errors import InvalidArgumentError
 
+__all__ = ["aggregate_loss", "masked_mean", "masked_sum", "masked_var", "masked_whiten"]
+
 Metrics = dict[str, Tensor]
 """What to log: detached tensors of shape ``[]``, by name."""
 

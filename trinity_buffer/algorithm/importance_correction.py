@@ -27,6 +27,17 @@ from trinity_buffer.algorithm.arguments import POSITIVE, Configured, Registry, c
 from trinity_buffer.algorithm.layout import BatchLayout
 from trinity_buffer.errors import InvalidArgumentError
 
+__all__ = [
+    "IMPORTANCE_CORRECTION",
+    "IcePop",
+    "ImportanceCorrection",
+    "NoCorrection",
+    "SequenceMIS",
+    "SequenceTIS",
+    "TokenMIS",
+    "TokenTIS",
+]
+
 
 class ImportanceCorrection(Configured, ABC):
     """A correction: a class that says which weight a ratio becomes."""

@@ -7,22 +7,11 @@ from typing import Any
 
 from torch import Tensor
 
-from trinity_buffer.algorithm.functional import (
-    aggregate_loss,
-    masked_mean,
-    masked_sum,
-    masked_var,
-    masked_whiten,
-)
+from trinity_buffer.algorithm import functional
+from trinity_buffer.algorithm.functional import *  # noqa: F403 - all that it exports
 
-__all__ = [
-    "aggregate_loss",
-    "masked_mean",
-    "masked_sum",
-    "masked_var",
-    "masked_whiten",
-    "prefix_metrics",
-]
+__all__ = ["prefix_metrics"]
+__all__ += functional.__all__
 
 
 def prefix_metrics(

@@ -158,9 +158,7 @@ class RewardAdvantage(GroupAdvantage):
         return annotating.annotate_group(exps, rewards, self.score_groups, self.over)
 
 
-def less_baseline(
-    rewards: Rewards, baselines: Rewards, weights: Rewards | None = None
-) -> ScoredGroups:
+def less_baseline(rewards: Rewards, baselines: Rewards, weights: Rewards | None) -> ScoredGroups:
     """Return the distance of ``rewards`` ``[k, G]`` from the baseline of each group ``[k]``."""
     mean = group_scores.statistics(rewards, weights).mean
     metrics = {"group_baseline": baselines, "reward_mean": mean}

@@ -300,20 +300,15 @@ class TrainerAudit:
         all_rows = together(unpacked(rows) for _, rows in handed_out)
         all_rows.sort()
         again, before = repeated(all_rows), dict[int, int]()
-        more_than_once = (
-            (position, row)
-            for position, packed_rows in (sorted(handed_out, key=itemgetter(0)) if again else ())
-            for rows in [unpacked(packed_rows)]
-            for row in rows[np.isin(rows, again)].tolist()
-        )
-        for position, row in more_than_once:
-            if row in before:
-                address = format_address(row % _OTHER_EXPERIMENT)
-                what = f"annotation {address} was given out at position {before[row]} before"
-                yield position, what
-                if before[row] in leases and before[row] != position:
+        for position, packed_rows in sorted(handed_out, key=itemgetter(0)) if again else ():
+            rows = unpacked(packed_rows)
+            for row in rows[np.isin(rows, again)].tolist():
+                earlier, before[row] = before.get(row), position
+                if earlier is not None:
+                    annotation = f"annotation {format_address(row % _OTHER_EXPERIMENT)}"
+                    yield position, f"{annotation} was given out at position {earlier} before"
+                if earlier in leases and earlier != position:
                     self.sharing.add(position)
-            before[row] = position
         own = Counter[bool]()
         for number, step in self.steps.items():
             own[number in self.live] += int((unpacked(step.rows) < _OTHER_EXPERIMENT).sum())
@@ -425,9 +420,9 @@ class LogAudit:
     def _wrong(self, check: str, position: int, what: str) -> None:
         self.problems.append(Problem(check, f"position {position}", what))
 
-    def _wrong_of(self, name: str, check: str, position: int, wrong: Iterable[str]) -> None:
+    def _note(self, check: str, position: int, trainer: TrainerAudit, wrong: Iterable[str]) -> None:
         """Note what is wrong at a position of a trainer."""
-        where = f"position {position} (trainer {name!r})"
+        where = f"position {position} (trainer {trainer.name!r})"
         self.problems += (Problem(check, where, what) for what in wrong)
 
     def _follow(self, stored: StoredEvent) -> None:
@@ -475,24 +470,25 @@ class LogAudit:
             case events.ExperiencesRejected():
                 self._rejected(position, fact)
             case events.BatchLeased():
-                self._wrong_of(fact.consumer, "manifests", position, self._unlike_annotations(fact))
-                wrong = self._trainer(fact.consumer).leased(position, fact)
-                self._wrong_of(fact.consumer, "manifests", position, wrong)
+                trainer = self._trainer(fact.consumer)
+                self._note("manifests", position, trainer, self._unlike_annotations(fact))
+                self._note("manifests", position, trainer, trainer.leased(position, fact))
             case events.StepDealt():
-                wrong = self._trainer(fact.consumer).dealt(position, fact, self.lease_at)
-                self._wrong_of(fact.consumer, "manifests", position, wrong)
+                trainer = self._trainer(fact.consumer)
+                dealt = trainer.dealt(position, fact, self.lease_at)
+                self._note("manifests", position, trainer, dealt)
             case events.RanksAssembled():
                 self._trainer(fact.consumer).assembled(fact)
             case events.StepsCommitted():
-                wrong = self._trainer(fact.consumer).committed(position, fact)
-                self._wrong_of(fact.consumer, "commits", position, wrong)
+                trainer = self._trainer(fact.consumer)
+                self._note("commits", position, trainer, trainer.committed(position, fact))
             case events.StepMeasured():
                 self.segments[fact.segment] = position
-                wrong = self._trainer(fact.consumer).measured(fact)
-                self._wrong_of(fact.consumer, "commits", position, wrong)
+                trainer = self._trainer(fact.consumer)
+                self._note("commits", position, trainer, trainer.measured(fact))
             case events.TrainerRewound():
-                wrong = self._trainer(fact.consumer).rewound(fact)
-                self._wrong_of(fact.consumer, "commits", position, wrong)
+                trainer = self._trainer(fact.consumer)
+                self._note("commits", position, trainer, trainer.rewound(fact))
             case events.RewardsAssigned():
                 self._scores[fact.scoring].append(packed(fact.experiences))
             case events.SegmentsArchived():
@@ -608,7 +604,7 @@ class LogAudit:
         for trainer in (*self.trainers.values(), *self._guests.values()):
             rows = self._strategies.get(trainer.annotation_set, _Strategy()).rows()
             for position, what in trainer.finish(rows, self._rejected_by(trainer.name)):
-                self._wrong_of(trainer.name, "conservation", position, [what])
+                self._note("conservation", position, trainer, [what])
         recorded = together(map(unpacked, self._recorded.values()))
         for name, strategy in sorted(self._strategies.items()):
             decided = strategy.all_decided()
@@ -625,10 +621,12 @@ class LogAudit:
                     rows=self._numbers[name, counters.ROWS],
                 )
             )
-            for address in repeated(decided):
-                self._decided_wrongly(name, address, "was decided twice")
-            for address in decided[lacking(seen, decided)].tolist():
-                self._decided_wrongly(name, address, "was decided, and was not there to be seen")
+            wrong = [(address, "was decided twice") for address in repeated(decided)]
+            unseen = decided[lacking(seen, decided)].tolist()
+            wrong += [(address, "was decided, and was not there to be seen") for address in unseen]
+            for address, what in wrong:
+                where = f"experience {format_address(address)}"
+                self.problems.append(Problem("conservation", where, f"{what} by strategy {name!r}"))
         self.terms += (trainer.terms for _, trainer in sorted(self.trainers.items()))
         for terms in self.terms:
             if not terms.holds:
@@ -637,10 +635,6 @@ class LogAudit:
 
     def _rejected_by(self, name: str) -> dict[str, int]:
         return counters.reasons(self._numbers, name)
-
-    def _decided_wrongly(self, name: str, address: int, what: str) -> None:
-        where = f"experience {format_address(address)}"
-        self.problems.append(Problem("conservation", where, f"{what} by strategy {name!r}"))
 
     def rows(self) -> dict[str, int]:
         """Return how many rows each projection must have, once it is finished."""

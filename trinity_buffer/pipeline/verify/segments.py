@@ -28,6 +28,7 @@ from trinity_buffer.codec.segments import (
     is_scorable,
 )
 from trinity_buffer.errors import CodecError, DamagedSegmentError, StoreError
+from trinity_buffer.events import WithSegment
 from trinity_buffer.identity import FAMILIES
 from trinity_buffer.limits import sizes
 from trinity_buffer.pipeline.archive import digest_of, read_archive
@@ -131,7 +132,7 @@ async def check_segments(
     named = [
         (placed.position, placed.fact)
         for placed in facts
-        if isinstance(placed.fact, events.WithSegment) and placed.fact.segment
+        if isinstance(placed.fact, WithSegment) and placed.fact.segment
     ]
     problems: list[tuple[bytes, Problem]] = []
     most, most_segments = sizes.bytes_per_audit, sizes.segments_per_audit
@@ -149,14 +150,12 @@ async def check_segments(
     return len(named), problems
 
 
-def bytes_of(named: tuple[int, events.WithSegment]) -> int:
+def bytes_of(named: tuple[int, WithSegment]) -> int:
     """Return how many bytes the segment of an event has; it comes with its position."""
     return sum(named[1].families.values())
 
 
-def sound_family(
-    fact: events.WithSegment, family: str, parts: SegmentParts
-) -> tuple[Buffer, Segment]:
+def sound_family(fact: WithSegment, family: str, parts: SegmentParts) -> tuple[Buffer, Segment]:
     """Return a family of the segment that an event names: its bytes, and what they hold.
 
     Raises:
@@ -172,23 +171,19 @@ def sound_family(
     return blob, segment
 
 
-def _check_segment(
-    position: int, fact: events.WithSegment, parts: SegmentParts
-) -> Iterator[Problem]:
+def _check_segment(position: int, fact: WithSegment, parts: SegmentParts) -> Iterator[Problem]:
     where = f"segment {fact.segment.hex()} of position {position}"
-    blobs, decoded = list[Buffer](), list[Segment]()
+    sound = list[tuple[Buffer, Segment]]()
     for family in fact.families:
         try:
-            blob, segment = sound_family(fact, family, parts)
+            sound.append(sound_family(fact, family, parts))
         except (DamagedSegmentError, CodecError) as error:
             yield Problem("segments", where, str(error).partition(";")[0])
-        else:
-            blobs.append(blob)
-            decoded.append(segment)
-    if len(decoded) < len(fact.families):
+    if len(sound) < len(fact.families):
         return
+    blobs = [blob for blob, _ in sound]
     if isinstance(fact, events.ExperiencesRecorded):
-        yield from _check_rows(position, fact, decoded)
+        yield from _check_rows(position, fact, [segment for _, segment in sound])
     elif fact.digest is not None and (digest := content_digest(blobs)) != fact.digest:
         what = f"it has the digest {digest.hex()}, its event says {fact.digest.hex()}"
         yield Problem("digests", where, what)
@@ -269,7 +264,7 @@ async def check_surroundings(
     orphans = (await database.read(database.segments.keys)).difference(named)
     others = await database.read(log.experiment_names) if orphans else {}
     for key in others.values():
-        async for _, fact in facts_of(database, key, events.WithSegment):
+        async for _, fact in facts_of(database, key, WithSegment):
             orphans.discard(fact.segment)
     what = "no event names it"  # of any experiment
     return problems + [Problem("segments", f"segment {key.hex()}", what) for key in orphans]
