@@ -85,10 +85,12 @@ def test_an_error_of_the_model_says_in_which_step_and_at_which_row(
     model = transformers.GPT2LMHeadModel(config)
     with pytest.raises(IndexError) as caught:
         train(sqlite_url, tmp_path, model, groups_per_step=1)
-    (note,) = caught.value.__notes__
+    note, remedy = caught.value.__notes__
     assert note.rstrip("/") == (
         "in step 2, in the micro-batch of 2 rows of up to 6 tokens, the first b/1/0/0"
     )
+    assert remedy == "the model has no such position: max_tokens= leaves out longer rows"
+    train(sqlite_url, tmp_path, model, groups_per_step=1, max_tokens=4)
 
 
 def test_an_error_of_the_loss_says_it_too(

@@ -533,6 +533,8 @@ def blame_rows(step: TrainStep, uids: Uids, microbatch: MicroBatch) -> Iterator[
                 f"in step {step.step}, in the micro-batch of {len(places)} rows of up to {width} "
                 f"tokens, {first}"
             )
+            if "index out of range in self" in str(error):  # not of tokens: they were looked at
+                error.add_note("the model has no such position: max_tokens= leaves out longer rows")
             # Torch has no type for all errors of too little memory.
             words = ("out of memory", "not enough memory", "can't allocate memory")
             lacked = isinstance(error, MemoryError) or any(text in str(error) for text in words)
