@@ -262,7 +262,8 @@ def open_replay_stream(
         repeat_skips: leave out the steps that the recorded weights did not go through; False where
             another loss is tried, which may come through them.
     """
-    refuse_unknown("a replay stream", options, [*signature(replayed_steps).parameters][1:])
+    taken = [*signature(replayed_steps).parameters][1:]
+    refuse_unknown("a replay stream", options, ["from_checkpoint", "repeat_skips", *taken])
     first = options.get("first", 1)
     resume = (
         None if from_checkpoint is None else Resume(first - 1, Path(from_checkpoint), None, b"")
