@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
@@ -195,6 +196,19 @@ async def test_an_acknowledgement_file_may_have_been_through_an_editor(
         edited.write_bytes(b"\xef\xbb\xbf" + lines.encode())
         report = await verify(run, edited)
     assert (report.lost, report.contents, report.ok) == (0, 3, True)
+
+
+async def test_lines_of_which_the_disk_takes_a_part_are_written_to_their_end(
+    sqlite_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    noted, write = Acknowledgements(tmp_path / "e0.ack"), os.write
+    async with open_store(sqlite_url) as store:
+        run = await store.experiment("run", config={})
+        receipt = await run.writer("e0").write([rollout("b", task, 0, 1.0) for task in range(3)])
+    with monkeypatch.context() as nearly_full:
+        nearly_full.setattr(os, "write", lambda file, text: write(file, text[:7]))
+        noted.note(receipt)
+    assert (tmp_path / "e0.ack").read_text().splitlines() == list(receipt.lines)
 
 
 async def test_other_content_under_an_acknowledged_name_is_lost(

@@ -177,7 +177,9 @@ class Acknowledgements:
     def note(self, receipt: WriteReceipt) -> None:
         """Append the lines of ``receipt``, in one write call."""
         # One call: with O_APPEND the lines of several processes do not mix.
-        os.write(self._descriptor, "".join(f"{line}\n" for line in receipt.lines).encode())
+        text = "".join(f"{line}\n" for line in receipt.lines).encode()
+        while text:  # a disk that is nearly full takes a part of it, and then raises
+            text = text[os.write(self._descriptor, text) :]
 
     def close(self) -> None:
         """Close the file."""
@@ -364,13 +366,10 @@ class _Explorer(ABC):
 
     async def _plan(self, batch: Key, tasks: Sequence[Key], contents: bytes | None = None) -> bool:
         """Plan a batch as soon as it is admitted; return False if the experiment is finished."""
+        size = self.options.rollouts_per_group
+        # The version is asked again while the plan waits: newer weights may be what it waits for.
         return await self._writer.plan(
-            batch,
-            tasks,
-            self.options.rollouts_per_group,
-            # Asked again while the plan waits: newer weights may be what it waits for.
-            policy_version=lambda: self._weights.version,
-            contents=contents,
+            batch, tasks, size, policy_version=lambda: self._weights.version, contents=contents
         )
 
     async def _write(self, made: Sequence[Experience]) -> None:
