@@ -692,12 +692,10 @@ def rendered(
         InvalidArgumentError: it cannot write such messages, or they hold more than texts.
     """
     texts = as_texts(messages)
-    decoded = [
-        {**message, "tool_calls": list(map(_decoded, message["tool_calls"]))}
-        if message.get("tool_calls")
-        else message
-        for message in texts
-    ]
+    decoded = []
+    for message in texts:
+        calls = {"tool_calls": list(map(_decoded, message.get("tool_calls") or ()))}
+        decoded.append({**message, **calls} if message.get("tool_calls") else message)
     options["add_generation_prompt"] = ask
     try:
         try:

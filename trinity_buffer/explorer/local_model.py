@@ -169,15 +169,9 @@ class LocalModel:
         made: list[tuple[list[int], list[float]]] = [([], []) for _ in batch]
         unfinished = set(range(len(batch)))
         while unfinished:
+            kept = {"past_key_values": cache, "use_cache": True, "logits_to_keep": 1}
             try:
-                out = self.model(
-                    input_ids=ids,
-                    attention_mask=mask,
-                    position_ids=positions,
-                    past_key_values=cache,
-                    use_cache=True,
-                    logits_to_keep=1,
-                )
+                out = self.model(input_ids=ids, attention_mask=mask, position_ids=positions, **kept)
             except IndexError as error:  # of a table of positions, as GPT-2 has one
                 raise InvalidArgumentError(
                     f"the model has no position {int(positions.max())}: give it shorter prompts, "

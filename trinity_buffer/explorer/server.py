@@ -67,12 +67,10 @@ class Server:
         self._httpx = extra("httpx2", "server")
         headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
         # No pool limit: who calls has a limit of rollouts, and two would wait for each other.
-        self._client = self._httpx.AsyncClient(
-            headers=headers,
-            timeout=self._httpx.Timeout(timeout_s, connect=10.0),
-            # Servers close an idle connection after five seconds: not while we take it up again.
-            limits=self._httpx.Limits(max_connections=None, keepalive_expiry=2.0),
-        )
+        # Servers close an idle connection after five seconds: not while we take it up again.
+        limits = self._httpx.Limits(max_connections=None, keepalive_expiry=2.0)
+        timeout = self._httpx.Timeout(timeout_s, connect=10.0)
+        self._client = self._httpx.AsyncClient(headers=headers, timeout=timeout, limits=limits)
 
     async def __aenter__(self) -> Self:
         return self

@@ -203,12 +203,9 @@ def _put(rows: Sequence[Experience]) -> KVBatchMeta:
     # A prompt at a time: another one's trajectories may have other fields.
     for _, group in groupby(range(len(rows)), key=lambda at: rows[at].eid.batch):
         places = list(group)
-        tq.kv_batch_put(
-            keys=[keys[at] for at in places],
-            partition_id=TRAIN,
-            fields=list_of_dict_to_tensordict([_fields(rows[at]) for at in places]),
-            tags=[meta.tags[at] for at in places],
-        )
+        fields = list_of_dict_to_tensordict([_fields(rows[at]) for at in places])
+        own = {"keys": [keys[at] for at in places], "tags": [meta.tags[at] for at in places]}
+        tq.kv_batch_put(partition_id=TRAIN, fields=fields, **own)
     return meta
 
 

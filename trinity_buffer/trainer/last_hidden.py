@@ -16,7 +16,7 @@ while it computes packed rows. The backward pass of the kernel is deterministic 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from importlib import import_module
 from inspect import signature
@@ -36,6 +36,9 @@ from trinity_buffer.trainer.policy import in_eval_mode
 
 Batch = Mapping[str, Any]
 """A micro-batch of a trainer, or what is like one."""
+
+Options = Mapping[str, Any]
+"""What a layer asks of its attention, by the names of transformers."""
 
 NAME = "trinity_buffer_varlen"
 """What transformers calls the attention."""
@@ -248,7 +251,7 @@ def attention_of(kernel: Kernel) -> Callable[..., tuple[Tensor, None]]:
     return attend
 
 
-def _options(takes: frozenset[str], asked: Mapping[str, Any], width: int) -> dict[str, Any]:
+def _options(takes: frozenset[str], asked: Options, width: int) -> dict[str, Any]:
     """Return the options of a layer with such heads, of those that a kernel ``takes``.
 
     In torch 2.10 it takes ``is_causal``, from 2.11 on ``scale`` and ``window_size``, from 2.12 on
@@ -271,11 +274,7 @@ def _options(takes: frozenset[str], asked: Mapping[str, Any], width: int) -> dic
 
 
 def _require_fit(
-    kernel: Kernel,
-    module: nn.Module,
-    states: tuple[Tensor, Tensor, Tensor],
-    mask: Tensor | None,
-    asked: Mapping[str, Any],
+    kernel: Kernel, module: nn.Module, states: Sequence[Tensor], mask: Tensor | None, asked: Options
 ) -> None:
     """Raise unless the kernel computes what a layer asks for."""
     query, _, value = states

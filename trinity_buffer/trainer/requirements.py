@@ -212,21 +212,16 @@ def stream_options(
     """
     advantage = algorithm.advantage
     # Whether something compares with the log-probabilities that the explorer recorded.
-    recomputed = recompute_old_logprob or (
-        "old_logprob" not in algorithm.tensors
-        and not (advantage is not None and advantage.reads_old_logprob)
-    )
+    reads_old = advantage is not None and advantage.reads_old_logprob
+    reads_old |= "old_logprob" in algorithm.tensors
+    corrects = algorithm.choices["importance_correction"].name != "none"
+    compares = corrects or "rollout_logprob" in algorithm.reads
+    distils = advantage is not None and "teacher_logprob" in advantage.tensors
     needs = {
         "advantages": algorithm.needs_advantages,
-        "logprobs": (
-            algorithm.choices["importance_correction"].name != "none"
-            or "rollout_logprob" in algorithm.reads
-            or not recomputed
-        ),
+        "logprobs": compares or (reads_old and not recompute_old_logprob),
         "reward": advantage is not None and advantage.reads_rewards,
-        "teacher_logprobs": (
-            not teacher and advantage is not None and "teacher_logprob" in advantage.tensors
-        ),
+        "teacher_logprobs": distils and not teacher,
     }
     sampling = algorithm.choices["sample_strategy"]
     passed = ("max_staleness", "expert_data_ratio")

@@ -300,7 +300,7 @@ def head_scores(
         temperature: ``[T]``, what the logits are divided by; None: by nothing.
         chunk_math: how a chunk is computed; None: the fastest way that the device has.
     """
-    how = _How.of(hidden, head, chunk_logits, temperature, chunk_math)
+    how = _how(hidden, head, chunk_logits, temperature, chunk_math)
     return _HeadScores.apply(hidden, head.weight, head.bias, targets, how)  # type: ignore[no-any-return,no-untyped-call]  # autograd.Function has no types
 
 
@@ -314,7 +314,7 @@ def head_entropy_changes(
     chunk_math: ChunkMath | None = None,
 ) -> Tensor:
     """Return the sum over the vocabulary of ``p^2 (H + log p)``, ``[T]``; see `head_scores`."""
-    how = _How.of(hidden, head, chunk_logits, temperature, chunk_math)
+    how = _how(hidden, head, chunk_logits, temperature, chunk_math)
     nowhere = torch.zeros(len(hidden), dtype=torch.long, device=hidden.device)
     sums = _summed(hidden, head.weight, head.bias, nowhere, how)
     known = Known(sums.normalizer(), sums.entropy())
@@ -377,21 +377,16 @@ class _How(NamedTuple):
     columns: int
     math: ChunkMath
 
-    @classmethod
-    def of(
-        cls,
-        hidden: Tensor,
-        head: OutputHead,
-        chunk_logits: int | None,
-        temperature: Tensor | None,
-        chunk_math: ChunkMath | None,
-    ) -> _How:
-        """Return how logits are made of ``hidden``; see `head_scores`."""
-        if chunk_math is None:
-            fits = hidden.is_cuda and hidden.dtype != torch.float64
-            chunk_math = math_of_gpu(hidden.device, hidden.dtype) if fits else TORCH
-        columns = chunk_columns(hidden, len(head.weight), chunk_logits, fused=chunk_math.fused)
-        return cls(head.scale, head.softcap, temperature, columns, chunk_math)
+
+def _how(
+    hidden: Tensor, head: OutputHead, most: int | None, heat: Tensor | None, math: ChunkMath | None
+) -> _How:
+    """Return how ``most`` logits at a time are made of ``hidden``; see `head_scores`."""
+    if math is None:
+        fits = hidden.is_cuda and hidden.dtype != torch.float64
+        math = math_of_gpu(hidden.device, hidden.dtype) if fits else TORCH
+    columns = chunk_columns(hidden, len(head.weight), most, fused=math.fused)
+    return _How(head.scale, head.softcap, heat, columns, math)
 
 
 class _HeadScores(torch.autograd.Function):
@@ -471,10 +466,7 @@ def _buffer(hidden: Tensor, columns: int) -> Tensor:
     _logger.warning(
         "%s has no memory for the logits of %d tokens x %d columns, which log-probabilities take "
         "at a time: it is %d columns now, which is slower and has other last bits",
-        hidden.device,
-        len(hidden),
-        columns,
-        fewer,
+        *(hidden.device, len(hidden), columns, fewer),
     )
     return _buffer(hidden, fewer)
 

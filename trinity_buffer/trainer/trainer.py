@@ -174,14 +174,9 @@ class Trainer:
         teacher = None if teacher is None else policy_of(teacher)
         critic = None if self.state.critic is None else self.state.critic[0]
         self._models = models.Models(policy, critic, reference, teacher)
-        self._commits = Commits(
-            stream,
-            self._processes,
-            policy,
-            settings.checkpoints,
-            keep=settings.keep_checkpoints,
-            beside=is_beside(settings, policy),
-        )
+        root, keep = settings.checkpoints, settings.keep_checkpoints
+        beside = is_beside(settings, policy)
+        self._commits = Commits(stream, self._processes, policy, root, keep=keep, beside=beside)
         if algorithm.type.use_critic and critic is None:  # the checkpoint has none
             raise InvalidArgumentError(f"algorithm {algorithm.name!r} needs a critic model")
         if isinstance(stream, SyncTrainStream):  # a replay lacks nothing that the run had
