@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -60,6 +61,13 @@ async def test_the_outcome_may_be_in_info_and_the_reward_stands_in_for_it() -> N
     exps[1].info["pass"] = 0.0
     await DynamicSamplingAddStrategy(writer, metric_key="pass").add(exps, 0)
     assert {e.eid.task for e in written(writer)} == {"info", "reward"}
+
+
+@pytest.mark.parametrize("outcome", [math.nan, math.inf])
+async def test_an_outcome_that_is_no_number_is_neither_success_nor_failure(outcome: float) -> None:
+    writer = StagedWriter()
+    await DynamicSamplingAddStrategy(writer).add(graded([outcome, 0], "broken", [1.0, 0.0]), 0)
+    assert [why for _, why in rejected(writer)] == ["invalid: accuracy", "all_wrong"]
 
 
 async def test_neither_outcome_nor_reward_is_refused() -> None:

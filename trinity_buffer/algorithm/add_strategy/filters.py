@@ -6,16 +6,17 @@ None of them sets advantages; put them first in a list: ``["overlong_penalty",
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Sequence
 from dataclasses import KW_ONLY, field
 from typing import Any, ClassVar
 
 import numpy as np
 from typing_extensions import override
 
-from trinity_buffer.algorithm import group_scores
+from trinity_buffer.algorithm import annotating, group_scores
 from trinity_buffer.algorithm.add_strategy import add_strategy
-from trinity_buffer.algorithm.annotating import reward_of, runs_of, share_rewards
+from trinity_buffer.algorithm.annotating import Problem, reward_of
 from trinity_buffer.algorithm.arguments import checked, configured, require
 from trinity_buffer.algorithm.group_scores import CountsOver, Rewards, ScoredGroups
 from trinity_buffer.experience import Experience, group_by
@@ -55,11 +56,8 @@ class OutcomeGateAddStrategy(CountsOver, add_strategy.AddStrategy):
     @override
     async def add(self, experiences: list[Experience], step: int) -> tuple[int, Metrics]:
         """Write the groups that pass, unchanged."""
-        share_rewards(experiences, self.over)
-        # A row without the metric is judged by its reward, and needs one then.
-        judged = [
-            e for e in experiences if self._metric(e) is not None or self.usable([e], ("reward",))
-        ]
+        annotating.share_rewards(experiences, self.over)
+        judged = self.sound(experiences, self._problems(experiences))
         groups = list(group_by(judged, "task").values())
         passing: list[list[Experience]] = []
         counts = {"all_wrong_groups": 0, "all_correct_groups": 0}
@@ -73,6 +71,15 @@ class OutcomeGateAddStrategy(CountsOver, add_strategy.AddStrategy):
         metrics: Metrics = {"kept_groups": len(passing), **counts}
         return await self._write_groups(passing), metrics if groups else {}
 
+    def _problems(self, experiences: Sequence[Experience]) -> Iterator[Problem]:
+        for experience in experiences:
+            outcome = self._metric(experience)
+            # A row without the metric is judged by its reward, and needs one then.
+            if outcome is None:
+                yield from annotating.problems_of([experience], ("reward",))
+            elif not math.isfinite(outcome):  # a grader that broke has not found an answer wrong
+                yield Problem([experience], experience, f"{self.metric_key} is {outcome}")
+
     def _metric(self, experience: Experience) -> float | None:
         outcome = experience.metrics.get(self.metric_key, experience.info.get(self.metric_key))
         return None if outcome is None else float(outcome)
@@ -81,7 +88,9 @@ class OutcomeGateAddStrategy(CountsOver, add_strategy.AddStrategy):
         """Return why ``group`` is left out, or None."""
         metrics = [self._metric(e) for e in group]
         outcomes = [reward_of(e) if m is None else m for e, m in zip(group, metrics, strict=True)]
-        of_runs = group_scores.run_means(np.array(outcomes, np.float64), runs_of(group, self.over))
+        of_runs = group_scores.run_means(
+            np.array(outcomes, np.float64), annotating.runs_of(group, self.over)
+        )
         correct = int((of_runs > self.correct_threshold).sum())
         if correct < self.min_correct:
             return "all_wrong"
@@ -170,7 +179,7 @@ class OverlongPenaltyAddStrategy(CountsOver, add_strategy.AddStrategy):
     @override
     async def add(self, experiences: list[Experience], step: int) -> tuple[int, Metrics]:
         """Write all groups, with the lowered rewards."""
-        share_rewards(experiences, self.over)
+        annotating.share_rewards(experiences, self.over)
         usable = self.usable(experiences)
         masks = (e.action_mask for e in usable)
         charges = [self.penalty_of(int((mask != 0).sum())) for mask in masks if mask is not None]
