@@ -112,25 +112,21 @@ class Run(NamedTuple):
 
     @classmethod
     def chosen(
-        cls,
-        store: str | None,
-        experiment: str | None,
-        config: Path | None,
-        overrides: list[str] | None = None,
+        cls, store: str | None, name: str | None, file: Path | None, sets: list[str] | None = None
     ) -> Self:
-        """Return the run that options choose.
+        """Return the run that options choose: --store, --experiment, --config and --set.
 
         Raises:
             UnknownStoreError: no store is named, and runs/ holds none.
             InvalidArgumentError: the file cannot be read, or has an unknown key or a wrong value.
         """
-        if config is None:
-            return cls(chosen_store(store), experiment, None, overrides or [])
+        if file is None:
+            return cls(chosen_store(store), name, None, sets or [])
         from trinity_buffer.cli.run_config import read_file  # noqa: PLC0415 - torch
 
-        file = read_file(config)
-        name = file.experiment if experiment is None else experiment
-        return cls(chosen_store(store or file.store), name, file.values, overrides or [])
+        config = read_file(file)
+        chosen = config.experiment if name is None else name
+        return cls(chosen_store(store or config.store), chosen, config.values, sets or [])
 
 
 class Place(Run):
