@@ -21,7 +21,7 @@ from transformers import GenerationConfig, GPT2Config, GPT2LMHeadModel
 from tests.explorer.vllm_dialect import VLLM, served
 from trinity_buffer.demo.tiny_model import make_tiny_model
 from trinity_buffer.errors import CheckpointError, InvalidArgumentError
-from trinity_buffer.explorer.conversation import Completion
+from trinity_buffer.explorer.conversation import Completion, Conversation, as_texts
 from trinity_buffer.explorer.local_model import LocalModel
 from trinity_buffer.explorer.server import OpenAIModel
 from trinity_buffer.trainer.causal_lm import CausalLM
@@ -170,6 +170,11 @@ async def test_what_is_no_prompt_is_refused(messages: Any, tiny: Path) -> None:
     async with OpenAIModel("http://127.0.0.1:9", model="m") as served_model:
         with pytest.raises(InvalidArgumentError, match="begins with a list of messages, such as"):
             await served_model.chat(messages)
+
+
+def test_messages_may_come_one_by_one() -> None:
+    said = [{"role": "user", "content": "a"}]
+    assert as_texts(iter(said)) == Conversation(iter(said)).messages == said  # type: ignore[arg-type]
 
 
 class Letters:

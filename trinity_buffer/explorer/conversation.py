@@ -28,14 +28,15 @@ Messages = Sequence[Mapping[str, Any]]
 Tools = Sequence[Mapping[str, Any]]
 
 
-def require_messages(messages: Any) -> Any:
-    """Return ``messages``, or raise InvalidArgumentError if they are none."""
-    if isinstance(messages, str | Mapping) or not all(isinstance(m, Mapping) for m in messages):
+def require_messages(messages: Iterable[Any]) -> list[Any]:
+    """Return ``messages`` as a list, or raise InvalidArgumentError if they are none."""
+    listed = [messages] if isinstance(messages, str) else list(messages)
+    if not all(isinstance(message, Mapping) for message in listed):
         raise InvalidArgumentError(
             f"messages={messages!r:.100}: a conversation begins with a list of messages, such as "
             "[{'role': 'user', 'content': '2 + 2?'}]"
         )
-    return messages
+    return listed
 
 
 TEXT_PARTS = dict.fromkeys(("text", "input_text", "output_text"), "text")
