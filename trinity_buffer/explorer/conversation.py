@@ -52,12 +52,11 @@ def as_texts(messages: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
             which tokens do not hold.
     """
     messages = require_messages(messages)
-    return [
-        {**message, "content": "\n".join(_text_of(part, number) for part in message["content"])}
-        if isinstance(message.get("content"), list)
-        else dict(message)
-        for number, message in enumerate(messages)
-    ]
+    texts = [dict(message) for message in messages]
+    for number, message in enumerate(texts):
+        if isinstance(parts := message.get("content"), list):
+            message["content"] = "\n".join(_text_of(part, number) for part in parts)
+    return texts
 
 
 def _text_of(part: Any, number: int) -> str:

@@ -118,8 +118,7 @@ class Weights:
     async def follow(self) -> None:
         """Load whatever is published, until the experiment is finished."""
         begin = 0 if self._loaded is None else self._loaded.position
-        kinds = kinds_of(PolicyPublished)
-        async for _ in self._experiment.events(begin, follow=True, kinds=kinds):
+        async for _ in self._experiment.events(begin, follow=True, kinds=kinds_of(PolicyPublished)):
             await self.load_newest()
 
     async def _load(self, policy: PublishedPolicy) -> None:

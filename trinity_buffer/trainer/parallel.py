@@ -318,13 +318,16 @@ class HostCopies:
         return torch.empty(rounded, dtype=torch.uint8, device="cpu")
 
 
+Named = Mapping[str, Tensor]
+"""Tensors by their names."""
+
 INDEX = "{stem}.safetensors.index.json"
 FILE_BYTES = 1 << 30
 MOST_FILES = 8
 """Of a rank, and of one kind."""
 
 
-def files_of(tensors: Mapping[str, Tensor], ranks: int) -> int:
+def files_of(tensors: Named, ranks: int) -> int:
     """Return into how many files ``ranks`` write ``tensors``, each rank as many.
 
     A file is written by one thread, and several are written faster than one.
@@ -337,7 +340,7 @@ def files_of(tensors: Mapping[str, Tensor], ranks: int) -> int:
     return ranks * min(MOST_FILES, 1 + of_a_rank // FILE_BYTES)
 
 
-def owners_of(tensors: Mapping[str, Tensor], files: int) -> dict[str, int]:
+def owners_of(tensors: Named, files: int) -> dict[str, int]:
     """Return for each name the file it is in: files of about one size, on every rank alike.
 
     Args:
@@ -354,9 +357,7 @@ def owners_of(tensors: Mapping[str, Tensor], files: int) -> dict[str, int]:
     return owners
 
 
-def whole_tensors(
-    tensors: Mapping[str, Tensor], names: Sequence[str], copies: HostCopies
-) -> dict[str, Tensor]:
+def whole_tensors(tensors: Named, names: Sequence[str], copies: HostCopies) -> dict[str, Tensor]:
     """Return those of ``tensors`` that ``names`` lists, whole, as ``copies`` takes them.
 
     Every rank must call it with the same names; they are gathered one after the other.
@@ -389,12 +390,7 @@ def part_like(whole: Tensor, held: Tensor) -> Tensor:
 
 
 def write_share(
-    folder: Path,
-    stem: str,
-    tensors: Mapping[str, Tensor],
-    owners: Mapping[str, int],
-    number: int,
-    count: int,
+    folder: Path, stem: str, tensors: Named, owners: Mapping[str, int], number: int, count: int
 ) -> list[Path]:
     """Write one of ``count`` files of ``tensors``; with the first, the index too.
 

@@ -316,7 +316,7 @@ def head_entropy_changes(
     """Return the sum over the vocabulary of ``p^2 (H + log p)``, ``[T]``; see `head_scores`."""
     how = _how(hidden, head, chunk_logits, temperature, chunk_math)
     nowhere = torch.zeros(len(hidden), dtype=torch.long, device=hidden.device)
-    sums = _summed(hidden, head.weight, head.bias, nowhere, how)
+    sums = _sums(hidden, head.weight, head.bias, nowhere, how)
     known = Known(sums.normalizer(), sums.entropy())
     change = torch.zeros_like(known.entropy)
     for _, _, chunk in _chunks(hidden, head.weight, head.bias, nowhere, how):
@@ -397,7 +397,7 @@ class _HeadScores(torch.autograd.Function):
     def forward(
         ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, how: _How
     ) -> tuple[Tensor, Tensor]:
-        sums = _summed(hidden, weight, bias, targets, how)
+        sums = _sums(hidden, weight, bias, targets, how)
         normalizer, entropy = sums.normalizer(), sums.entropy()
         ctx.how = how
         ctx.set_materialize_grads(False)  # entropy is often only looked at: half the work is left
@@ -426,9 +426,7 @@ class _HeadScores(torch.autograd.Function):
         return of_hidden, of_weight, of_bias, None, None
 
 
-def _summed(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, how: _How
-) -> Sums:
+def _sums(hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, how: _How) -> Sums:
     """Return the sums over the whole vocabulary."""
     sums = Sums.none(hidden)
     for _, _, chunk in _chunks(hidden, weight, bias, targets, how):

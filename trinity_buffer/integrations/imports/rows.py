@@ -111,14 +111,10 @@ class Rows:
                     self.unread.difference_update(self._columns, MEDIA)
                 yield from made
 
-    def _leave_out(
-        self, reason: str, *, always: bool = False, cause: Exception | None = None
-    ) -> None:
+    def _leave_out(self, why: str, *, always: bool = False, cause: Exception | None = None) -> None:
         if not (always or self._skip_bad):
-            raise InvalidArgumentError(
-                f"{reason}; --skip-bad-lines leaves such rows out"
-            ) from cause
-        self.left_out.append(reason)
+            raise InvalidArgumentError(f"{why}; --skip-bad-lines leaves such rows out") from cause
+        self.left_out.append(why)
 
 
 class _NoJSON(NamedTuple):
