@@ -231,9 +231,8 @@ def replay(
 
     name = anyio.run(options.chosen_experiment, place.url, place.experiment)
     # Last, so that --loss and --algorithm win over --set.
-    changed = [*(overrides or [])]
-    changed += [f"loss.name={loss}"] if loss else []
-    changed += [f"algorithm={algorithm}"] if algorithm else []
+    named = {"loss.name": loss, "algorithm": algorithm}
+    changed = [*(overrides or []), *(f"{key}={value}" for key, value in named.items() if value)]
     report = roles.replay(
         place.url,
         name,

@@ -430,9 +430,7 @@ class Demo:
         roles["trainer"] = ["train", "--follow", "--checkpoints", checkpoints]
         return {name: command_of(*role, *common) for name, role in roles.items()}
 
-    async def _watch(
-        self, experiment: Experiment, supervisor: Supervisor, begin: float
-    ) -> str | None:
+    async def _watch(self, run: Experiment, supervisor: Supervisor, begin: float) -> str | None:
         """Show the run until it is finished, its time is up, or a process cannot be kept alive.
 
         Returns the last words of a process that cannot be kept alive.
@@ -442,7 +440,7 @@ class Demo:
         screen = Live(console=self.console, refresh_per_second=FRAMES_PER_S, transient=True)
         with screen if self.console.is_terminal else nullcontext() as live:
             while not self._finished and time.monotonic() <= until:
-                await self._look(experiment)
+                await self._look(run)
                 broken = supervisor.tend()
                 if broken is not None:
                     failed = f"{broken.name} gave up: {broken.last_line()} (log: {broken.log})"

@@ -156,17 +156,15 @@ def _steps(
     return steps
 
 
-def _skipped(
-    tx: Transaction, experiment: int, name: str, trainer: str, wanted: Set[int]
-) -> dict[int, str]:
+def _skipped(tx: Transaction, key: int, name: str, trainer: str, asked: Set[int]) -> dict[int, str]:
     """Return step of a trainer -> why its commit says that it changed no weights."""
-    if not wanted:
+    if not asked:
         return {}
-    span = {"after": min(wanted) - 1, "limit": max(wanted) - min(wanted) + 1}
-    rows = trainer_queries.steps(tx, experiment, trainer, **span)
-    committed = {row.step: row.committed_at or 0 for row in rows if row.step in wanted}
+    span = {"after": min(asked) - 1, "limit": max(asked) - min(asked) + 1}
+    rows = trainer_queries.steps(tx, key, trainer, **span)
+    committed = {row.step: row.committed_at or 0 for row in rows if row.step in asked}
     skipped = dict[int, str]()
-    for stored in log.read_at(tx, experiment, sorted({*committed.values()})):
+    for stored in log.read_at(tx, key, sorted({*committed.values()})):
         with suppress(CodecError):  # damaged: `why` and `steps` name it, the rows are still shown
             match decoded(name, stored).fact:
                 case StepsCommitted(skipped=str(why), skipped_steps=steps):

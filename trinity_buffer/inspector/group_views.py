@@ -6,7 +6,7 @@ import heapq
 import math
 import statistics
 from collections import Counter, defaultdict
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from operator import attrgetter
@@ -162,27 +162,25 @@ def _rank(group: GroupView, order: Order) -> float:
     return float("-inf") if value is None else value
 
 
-def _group(
-    batch: BatchRow | None, members: _Members, events: Mapping[int, EventWithSegment]
-) -> GroupView:
+def _group(batch: BatchRow | None, rows: _Members, notes: dict[int, EventWithSegment]) -> GroupView:
     runs: list[RunView] = []
     of_run = attrgetter("eid.run", "eid.step", "eid.suffix")
-    for row, fate in sorted(members, key=lambda member: of_run(member[0])):
+    for row, fate in sorted(rows, key=lambda member: of_run(member[0])):
         state, advantage = "recorded" if fate is None else str(fate), None
         if fate is not None and fate.first is not None:
-            segment = events[position_of(fate.first)].segment
+            segment = notes[position_of(fate.first)].segment
             advantage = mean_of(segment, "advantages", slot_of(fate.first))
         shown = (row.eid.uid, row.eid.run, row.eid.step, row.reward, advantage)
         runs.append(RunView(*shown, row.policy_version, row.length, state))
     # Strategies decide without what was refused or came late, so the moments do too.
-    refused = {row.eid.uid for row, _ in members if row.refused is not None}
+    refused = {row.eid.uid for row, _ in rows if row.refused is not None}
     compared = [r for r in runs if r.uid not in refused and not r.state.endswith(": late")]
     rollouts = None if batch is None else batch.rollouts_per_group
     missing = len(set(range(rollouts or 0)) - {run.run for run in runs})
     states = Counter(run.state for run in runs)
     parts = [state if len(states) == 1 else f"{n} {state}" for state, n in states.items()]
     state = "; ".join([*parts, f"{missing} missing"] if missing else parts)
-    eid, newest = members[0][0].eid, max(row.address for row, _ in members)
+    eid, newest = rows[0][0].eid, max(row.address for row, _ in rows)
     planned = (eid.batch, eid.task, rollouts)
     return GroupView(*planned, *_moments(compared), state, missing, tuple(runs), newest)
 

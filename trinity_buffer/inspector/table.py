@@ -133,9 +133,8 @@ def to_arrow(
         async with open_store(url, read_only=True) as store:
             names = await store.experiments()
             if experiment is None and len(names) != 1:
-                raise InvalidArgumentError(
-                    f"{store.url}: say experiment=, one of {', '.join(names)}"
-                )
+                known = ", ".join(names)
+                raise InvalidArgumentError(f"{store.url}: say experiment=, one of {known}")
             handle = await store.experiment(experiment or names[0])
             async with as_of(handle, as_of_position) as source:
                 batches = record_batches(source, set, step, trainer)
