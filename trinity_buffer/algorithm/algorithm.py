@@ -241,8 +241,11 @@ class AsymREAlgorithm(_Usual):
     """Asymmetric REINFORCE (arXiv:2506.20520); no reference policy."""
 
     use_reference: bool = False
-    recipe = replace(
-        OPMDAlgorithm.recipe, add_strategy=("asymre",), kl_loss_fn="none", entropy_loss_fn="none"
+    recipe = Recipe(
+        add_strategy=("asymre",),
+        policy_loss_fn="opmd",
+        entropy_loss_fn="none",
+        rollouts_per_group=2,
     )
 
 
@@ -317,7 +320,9 @@ class sPPOAlgorithm(_Usual):  # noqa: N801 (the documented name)
     """PPO's clipping, on the logarithm of the ratio; no reference policy."""
 
     use_reference: bool = False
-    recipe = replace(AsymREAlgorithm.recipe, add_strategy=("opmd",), policy_loss_fn="sppo")
+    recipe = Recipe(
+        add_strategy=("opmd",), policy_loss_fn="sppo", entropy_loss_fn="none", rollouts_per_group=2
+    )
 
 
 @ALGORITHM_TYPE.register_module("rec")

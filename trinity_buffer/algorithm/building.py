@@ -327,7 +327,9 @@ def build(algorithm: str | type[AlgorithmType], **user: Any) -> Algorithm:
     kind = ALGORITHM_TYPE.get(algorithm) if isinstance(algorithm, str) else algorithm
     recipe = recipe_of(kind)
     choices = {}
-    for part in PARTS[1:]:  # all but the strategies, of which there may be several
+    for part in PARTS:
+        if part == "add_strategy":  # of which there may be several
+            continue
         own, args = getattr(recipe, part), user.get(f"{part}_args") or {}
         wanted = user.get(part, own)
         # An explicit None means "without it", which is not the recipe's default.

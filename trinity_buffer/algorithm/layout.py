@@ -8,7 +8,7 @@ the step, so that padded, packed, accumulated and data-parallel runs of a step g
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -133,11 +133,13 @@ class BatchLayout:
                 f"its shape is {tuple(expert.shape)}"
             )
         expert = expert.to(action_mask.device)
-        counts: dict[str, Any] = {
-            kind: Totals.count(action_mask, cu_seqlens=cu_seqlens, group_index=group_index, rows=of)
-            for kind, of in (("total", None), ("usual", ~expert), ("expert", expert))
-        }
-        return cls(**counts, cu_seqlens=cu_seqlens, normalizer=normalizer)
+        total, usual, ours = (
+            Totals.count(action_mask, cu_seqlens=cu_seqlens, group_index=group_index, rows=chosen)
+            for chosen in (None, ~expert, expert)
+        )
+        return cls(
+            total=total, usual=usual, expert=ours, cu_seqlens=cu_seqlens, normalizer=normalizer
+        )
 
 
 def tokens_per_row(action_mask: Tensor, cu_seqlens: Tensor | None) -> Tensor:

@@ -6,6 +6,7 @@ import math
 
 import torch
 
+from trinity_buffer.algorithm.kl_fn import DummyKLFn
 from trinity_buffer.algorithm.policy_loss_fn import (
     CISPOPolicyLossFn,
     DPOLossFn,
@@ -44,3 +45,9 @@ def test_the_bound_of_a_ratio_holds_for_negative_advantages_alone() -> None:
     bad, _ = loss(logprob, HALVES, MASK, -torch.ones(1, 2))
     same, _ = loss(HALVES, HALVES, MASK, torch.ones(1, 2))
     assert [round(float(one), 4) for one in (good, bad, same)] == [-8.0, 3.0, -1.0]
+
+
+def test_no_divergence_needs_no_reference() -> None:
+    assert torch.equal(DummyKLFn().calculate_kl(HALVES, None), torch.zeros(1, 2))
+    half = HALVES.to(torch.bfloat16)
+    assert DummyKLFn().calculate_kl(half, HALVES).dtype == torch.bfloat16

@@ -7,7 +7,7 @@ what it keeps to its writer, and rejects the rest with a reason.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import KW_ONLY, field, replace
 from functools import partial
 from typing import Any, ClassVar, Literal
@@ -82,7 +82,9 @@ class AddStrategy(WholeUnits, arguments.Configured, ABC):
 
         A reason is recorded with U+FFFD in place of NUL and surrogates, which no database stores.
         """
-        record: Any = getattr(self.writer, "reject", None)
+        record: Callable[[Sequence[Experience], str], None] | None = getattr(
+            self.writer, "reject", None
+        )
         if experiences and record is not None:
             record(experiences, reason)
         return record is not None

@@ -159,29 +159,16 @@ class KLFn(Configured, ABC):
 KL_FN: Registry[type[KLFn]] = Registry("kl_fn")
 
 
-class _OfRatio(KLFn):
-    """A function of ``logprob - ref_logprob`` alone."""
-
-    @abstractmethod
-    def of_ratio(self, log_ratio: Tensor) -> Tensor:
-        """Return the divergence of each token."""
-
-    @override
-    def calculate_kl(
-        self, logprob: Tensor, ref_logprob: Tensor, old_logprob: Tensor | None = None
-    ) -> Tensor:
-        """Return that of the log-ratio."""
-        return self.of_ratio(logprob - ref_logprob)
-
-
 @KL_FN.register_module("none")
-class DummyKLFn(_OfRatio):
+class DummyKLFn(KLFn):
     """No divergence: a loss of 0, rewards as they are."""
 
     @override
-    def of_ratio(self, log_ratio: Tensor) -> Tensor:
-        """Return zeros."""
-        return torch.zeros_like(log_ratio)
+    def calculate_kl(
+        self, logprob: Tensor, ref_logprob: Tensor | None, old_logprob: Tensor | None = None
+    ) -> Tensor:
+        """Return zeros; it takes no reference."""
+        return torch.zeros_like(logprob)
 
     @override
     def calculate_kl_loss(self, logprob: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Metrics]:
@@ -196,6 +183,21 @@ class DummyKLFn(_OfRatio):
         columns = as_mapping(batch)
         columns["token_level_rewards"] = _tensor(columns, "token_level_scores")
         return batch, {}
+
+
+class _OfRatio(KLFn):
+    """A function of ``logprob - ref_logprob`` alone."""
+
+    @abstractmethod
+    def of_ratio(self, log_ratio: Tensor) -> Tensor:
+        """Return the divergence of each token."""
+
+    @override
+    def calculate_kl(
+        self, logprob: Tensor, ref_logprob: Tensor, old_logprob: Tensor | None = None
+    ) -> Tensor:
+        """Return that of the log-ratio."""
+        return self.of_ratio(logprob - ref_logprob)
 
 
 @KL_FN.register_module("k1")
