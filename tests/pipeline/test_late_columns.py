@@ -137,6 +137,13 @@ def test_a_late_value_is_made_once_under_all_of_its_names() -> None:
     assert len(made) == 1
 
 
+def test_a_step_that_is_printed_makes_and_shows_no_tensor() -> None:
+    make = Mock()
+    shown = repr(LazyTensors({"a": Lazy(make), "b": torch.zeros(1000)}))
+    make.assert_not_called()
+    assert "tensor(" not in shown
+
+
 def test_threads_that_look_at_once_get_one_value() -> None:
     both_make = threading.Barrier(2)
 

@@ -57,6 +57,9 @@ class LazyTensors(UserDict[str, Any]):
         held: tensors, lazy values and other values.
     """
 
+    # Not that of a dict, which prints every tensor of a step: on a GPU it waits for each.
+    __repr__ = object.__repr__
+
     def __init__(self, held: dict[str, Any]) -> None:
         self.data = held
 

@@ -290,7 +290,8 @@ class RankSession:
             assert isinstance(fact, OfRanks)
             if fact.consumer == self._name:
                 self._apply(stored.position, fact)
-        self._read_up_to = max(after, head)
+        # Another task of this rank may have read on meanwhile.
+        self._read_up_to = max(self._read_up_to, head)
         if self._superseded:
             raise LeaseLostError(
                 f"trainer {self._name!r}: {self._superseded}; start all ranks again, they resume "
