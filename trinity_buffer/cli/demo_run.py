@@ -110,11 +110,11 @@ def _require_parts(config: RunConfig) -> None:
     """Raise an error unless a run has what its algorithm needs, or the demo can make it."""
     device_here(config.device)
     require_policies(config)
-    needs, made = needs_of_run(config), "made by the demo"
-    teacher = config.teacher or (made if needs.teacher else None)
-    expert = config.expert_experiment or (made if needs.expert_groups else None)
-    whole = replace(config, teacher=teacher, expert_experiment=expert)
-    require_run(whole, schema=run_config.recorded(config)["schema"])
+    needs = needs_of_run(config)
+    needed = {"teacher": needs.teacher, "expert_experiment": needs.expert_groups > 0}
+    missing = [key for key, is_needed in needed.items() if is_needed and vars(config)[key] is None]
+    made: dict[str, Any] = dict.fromkeys(missing, "made by the demo")
+    require_run(replace(config, **made), schema=run_config.recorded(config)["schema"])
 
 
 def needs_of_run(config: RunConfig) -> Needs:

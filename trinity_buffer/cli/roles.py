@@ -54,6 +54,7 @@ from trinity_buffer.trainer.trainer import KEPT_CHECKPOINTS, StepReport, Trainer
 from trinity_buffer.user_code import own_code
 
 Say = Callable[[str], None]
+Stream = SyncTrainStream | replaying.ReplayStream
 
 DEFAULT_NAME = "run"
 
@@ -382,10 +383,7 @@ def settings_of(
 
 
 def trainer_on(
-    stream: SyncTrainStream | replaying.ReplayStream,
-    config: RunConfig,
-    algorithm: Algorithm,
-    settings: TrainerSettings,
+    stream: Stream, config: RunConfig, algorithm: Algorithm, settings: TrainerSettings
 ) -> Trainer:
     """Return the trainer of a run on ``stream``, restored from the stream's last commit."""
     backend = backend_for(config)

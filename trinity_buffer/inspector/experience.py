@@ -584,9 +584,10 @@ def _matches(
     return matches
 
 
-def _held(
-    name: str, pieces: Iterable[bytes], text: str, *, exact: bool
-) -> dict[bytes, list[tuple[str, str]]]:
+_Held = dict[bytes, list[tuple[str, str]]]
+
+
+def _held(name: str, pieces: Iterable[bytes], text: str, *, exact: bool) -> _Held:
     """Return packed value of a column -> field and excerpt of each text in it that holds ``text``.
 
     All are looked at as one, and one by one only where that holds it: few columns do.
