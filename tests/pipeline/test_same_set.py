@@ -134,3 +134,10 @@ async def test_an_own_default_that_changed_is_another_configuration(sqlite_url: 
             await run_strategy(experiment, strategy)
         with pytest.raises(ConflictingStrategyError, match=r"with scale=1\.0, this is scale=2\.0"):
             await run_strategy(experiment, having(2.0))
+
+
+async def test_what_differs_is_said_whatever_the_set_is_called(sqlite_url: str) -> None:
+    async with opened(sqlite_url, rollouts_per_group=4) as experiment:
+        await run_strategy(experiment, "grpo", name="of {lr}")
+        with pytest.raises(ConflictingStrategyError, match=r"'of \{lr\}' .* this is epsilon=0\.5"):
+            await run_strategy(experiment, "grpo", {"epsilon": 0.5}, name="of {lr}")

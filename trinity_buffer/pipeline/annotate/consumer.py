@@ -291,10 +291,11 @@ class StrategyConsumer:
         if self.config["args"] != by_default:
             _logger.warning("%s", waiting.one_line(_COUNTS_ROWS.format(self.name)))
         if differences := deciding.config_diff(self._classes, row.config, self.config):
+            made, this = differences
             raise errors.ConflictingStrategyError(
                 f"the annotation set {self.name!r} of experiment {self.experiment.name!r} was made "
-                "with {}, this is {}: give the new one a name of its own with name= "
-                "(--name)".format(*differences)
+                f"with {made}, this is {this}: give the new one a name of its own with name= "
+                "(--name)"
             )
 
     async def _decide_all(self, *, follow: bool) -> None:
