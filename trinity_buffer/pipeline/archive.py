@@ -270,14 +270,9 @@ def _column(rows: Any, kind: _Kind, name: str) -> Column:
     elements = flat.to_numpy(zero_copy_only=False)
     if kind.dtype == "bfloat16":  # stored as float32, whose upper half it is
         elements = (elements.view(np.uint32) >> 16).astype(np.uint16)
-    return Column(
-        kind.field,
-        kind.dtype,
-        shapes.astype(np.int64),
-        np.ascontiguousarray(elements).view(np.uint8),
-        None if len(present) == len(rows) else present.astype(np.int64),
-        kind.encoding,
-    )
+    data, shapes = np.ascontiguousarray(elements).view(np.uint8), shapes.astype(np.int64)
+    places = None if len(present) == len(rows) else present.astype(np.int64)
+    return Column(kind.field, kind.dtype, shapes, data, places, kind.encoding)
 
 
 def _packed(name: str, texts: Sequence[str | None]) -> list[bytes]:

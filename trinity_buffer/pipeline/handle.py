@@ -89,8 +89,7 @@ def fact_at(experiment: str, stored: StoredEvent, kind: type[T]) -> T:
     Raises:
         CodecError: the body is damaged, of a newer version, or the event is of another kind.
     """
-    fact = decoded(experiment, stored).fact
-    if not isinstance(fact, kind):
+    if not isinstance(fact := decoded(experiment, stored).fact, kind):
         place = f"experiment {experiment!r}, the event at position {stored.position}"
         raise CodecError(f"{place}: it is a {stored.kind}, not a {kind.__name__}: run `verify`")
     return fact

@@ -9,18 +9,9 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, get_args
 
 from trinity_buffer import errors
+from trinity_buffer import events as facts
 from trinity_buffer.codec.blob import keep_what_is_freed
 from trinity_buffer.codec.objects import new_event
-from trinity_buffer.events import (
-    BatchLeased,
-    ConfigurationChanged,
-    ExperimentCreated,
-    ExperimentFinished,
-    NewEvent,
-    PolicyPublished,
-    TrainerRewound,
-    kinds_of,
-)
 from trinity_buffer.identity import SCHEMAS, problem_of_name, problem_of_text, require_name
 from trinity_buffer.limits import sizes
 from trinity_buffer.options import renamed
@@ -131,7 +122,7 @@ class Experiment(handle.ExperimentHandle):
         """The trainer that explorers follow."""
         return str(self.config.get("trainer") or "trainer")
 
-    def _append(self, tx: Transaction, event: NewEvent, actor: str) -> None:
+    def _append(self, tx: Transaction, event: facts.NewEvent, actor: str) -> None:
         log.append(tx, self.key, [(actor, event)])
 
     async def until_finished(self) -> None:
@@ -161,7 +152,8 @@ class Experiment(handle.ExperimentHandle):
             raise errors.InvalidArgumentError(
                 f"experiment {self.name!r}: reason={reason!r:.40}, it must be a text"
             )
-        await self.database.write(self._append, new_event(ExperimentFinished(reason=reason)), actor)
+        event = new_event(facts.ExperimentFinished(reason=reason))
+        await self.database.write(self._append, event, actor)
 
     async def read(  # noqa: PLR0913 - all by keyword, each a filter
         self,
@@ -254,7 +246,7 @@ class Experiment(handle.ExperimentHandle):
     async def _rows_of_step(self, trainer: str, step: int) -> tuple[int, ...]:
         """Return the addresses of this experiment's rows in a step's manifest."""
 
-        def load(tx: Transaction) -> BatchLeased | None:
+        def load(tx: Transaction) -> facts.BatchLeased | None:
             if (row := trainer_queries.step_at(tx, self.key, trainer, step)) is None:
                 return None
             return leased_steps(tx, self.key, self.name, [row.leased_at])[row.leased_at].manifest
@@ -282,14 +274,14 @@ class Experiment(handle.ExperimentHandle):
             ConflictError: a newer version is published.
         """
         _check_policy(version, uri, digest)
-        event = new_event(PolicyPublished(number=version, uri=uri, digest=digest))
+        event = new_event(facts.PolicyPublished(number=version, uri=uri, digest=digest))
 
         def publish(tx: Transaction) -> None:
             tx.lock(self.key)
             newest = writer_queries.newest_policy(tx, self.key, self._trainer)
             newest_version, _, _, after = newest or (version, "", "", 0)
             if version < newest_version and not log.read_after(
-                tx, self.key, after, limit=1, kinds=kinds_of(TrainerRewound)
+                tx, self.key, after, limit=1, kinds=facts.kinds_of(facts.TrainerRewound)
             ):
                 raise errors.ConflictError(
                     f"experiment {self.name!r}: policy {newest_version} is published (position "
@@ -425,7 +417,7 @@ class Store:
                 f"experiment {name!r}: schema={fresh['schema']!r}, accepted are "
                 f"{', '.join(SCHEMAS)}"
             )
-        created = new_event(ExperimentCreated(config=fresh))
+        created = new_event(facts.ExperimentCreated(config=fresh))
         change = partial(_create_or_change, name=name, wanted=wanted, fresh=fresh, created=created)
         its_key, current = await self.database.write(change, actor=actor)
         return Experiment(self, its_key, name, current)
@@ -436,7 +428,7 @@ def _create_or_change(
     name: str,
     wanted: dict[str, Any],
     fresh: dict[str, Any],
-    created: NewEvent,
+    created: facts.NewEvent,
     actor: str,
 ) -> tuple[int, dict[str, Any]]:
     """Create an experiment or record its changed configuration; return key and configuration."""
@@ -464,7 +456,7 @@ def _create_or_change(
         )
     after = {**old, **wanted}
     if changes:
-        event = new_event(ConfigurationChanged(changes=changes, config=after))
+        event = new_event(facts.ConfigurationChanged(changes=changes, config=after))
         log.append(tx, key, [(actor, event)])
     return key, after
 

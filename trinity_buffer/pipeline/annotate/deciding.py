@@ -452,14 +452,15 @@ def classes_of(strategies: StrategyLike) -> Classes:
     return classes
 
 
-def _by_name(args: Mapping[str, Any], classes: Classes) -> Mapping[str, Any]:
+Settings = Mapping[str, Any]
+
+
+def _by_name(args: Settings, classes: Classes) -> Settings:
     """Return the arguments of each strategy of a set; those of an only one have no name around."""
     return args if len(classes) > 1 else {name: args for name, _ in classes}
 
 
-def with_over(
-    args: Mapping[str, Any], classes: Classes, recorded: Mapping[str, Any] | None
-) -> dict[str, Any]:
+def with_over(args: Settings, classes: Classes, recorded: Settings | None) -> dict[str, Any]:
     """Return the arguments of a set with ``over``, the unit of its statistics, filled in.
 
     By default each run counts once. A set made before ``over`` existed counts rows, so that its
@@ -486,9 +487,7 @@ def with_over(
     return {name: of_one for name, of_one in filled.items() if of_one}
 
 
-def config_diff(
-    classes: Classes, recorded: Mapping[str, Any], wanted: Mapping[str, Any]
-) -> tuple[str, str] | None:
+def config_diff(classes: Classes, recorded: Settings, wanted: Settings) -> tuple[str, str] | None:
     """Return the settings that only the first and only the second configuration has, as text.
 
     None if they are equal, with the defaults of ``classes`` filled in.
@@ -509,7 +508,7 @@ def config_diff(
     return first or "none of it", second or "none of it"
 
 
-def _flat(classes: Classes, config: Mapping[str, Any]) -> dict[str, Any]:
+def _flat(classes: Classes, config: Settings) -> dict[str, Any]:
     """Return a configuration with all defaults, and one key per value."""
     flat = {k: v for k, v in config.items() if k not in ("strategy", "args", "grouping")}
     # An old set lacks newer rules, and has those of its time by their older names.
@@ -533,7 +532,7 @@ def _defaults(cls: type[AddStrategy]) -> dict[str, Any]:
     return defaults
 
 
-def effective(args: Mapping[str, Any], classes: Classes) -> dict[str, Any]:
+def effective(args: Settings, classes: Classes) -> dict[str, Any]:
     """Return arguments of a set with the defaults of the user's classes, which may change."""
     filled = dict(_by_name(args, classes))
     for name, cls in classes:

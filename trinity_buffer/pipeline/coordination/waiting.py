@@ -274,8 +274,7 @@ def is_here(row: PresenceRow) -> bool:
         return not was_silent(row)
     if not lives(row.pid):
         return False
-    ticks = start_of(row.pid)
-    if not ticks:
+    if not (ticks := start_of(row.pid)):
         return True
     lines = (PROC / "stat").read_text().splitlines()
     boot_s = next((int(line.split()[1]) for line in lines if line.startswith("btime ")), 0)

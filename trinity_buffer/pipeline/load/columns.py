@@ -31,14 +31,8 @@ from trinity_buffer.pipeline.encoding import decode_experiences, flat_tensor, te
 from trinity_buffer.pipeline.handle import ExperimentHandle
 from trinity_buffer.pipeline.load import reading
 from trinity_buffer.store import log, writer_queries
+from trinity_buffer.store import rows as store_rows
 from trinity_buffer.store.connection import Database
-from trinity_buffer.store.rows import (
-    MAX_ROWS_PER_EVENT,
-    ExperienceRow,
-    format_address,
-    position_of,
-    slot_of,
-)
 from trinity_buffer.store.transaction import ReadSession
 
 _logger = logging.getLogger(__name__)
@@ -47,7 +41,7 @@ _logger = logging.getLogger(__name__)
 async def load_experiences(
     database: Database,
     cache: reading.EventCache,
-    rows: Sequence[ExperienceRow],
+    rows: Sequence[store_rows.ExperienceRow],
     families: Sequence[str],
 ) -> list[Experience]:
     """Return the experiences of ``rows``, in their order, with the columns of ``families``.
@@ -59,10 +53,10 @@ async def load_experiences(
         CodecVersionError: bytes of a newer version.
     """
 
-    def load(s: ReadSession, asked: Sequence[ExperienceRow]) -> list[Experience]:
+    def load(s: ReadSession, asked: Sequence[store_rows.ExperienceRow]) -> list[Experience]:
         try:
             stored = reading.read_segments(s, (row.segment for row in asked), families)
-            events = cache.events(s, {position_of(row.address) for row in asked})
+            events = cache.events(s, {store_rows.position_of(row.address) for row in asked})
             return _decoded(asked, events, stored, families)
         except errors.CodecVersionError:
             raise
@@ -75,7 +69,7 @@ async def load_experiences(
     return await database.read_session(lambda s: load(s, rows))
 
 
-def _damaged_experience(row: ExperienceRow, error: Exception) -> Experience:
+def _damaged_experience(row: store_rows.ExperienceRow, error: Exception) -> Experience:
     """Return an experience with what the projection knows of an undecodable row."""
     _logger.warning(
         "experience %s cannot be read: %s", one_line(f"{row.eid}"), one_line(f"{error}")
@@ -98,20 +92,20 @@ def _damaged_experience(row: ExperienceRow, error: Exception) -> Experience:
 
 
 def _decoded(
-    rows: Sequence[ExperienceRow],
+    rows: Sequence[store_rows.ExperienceRow],
     events: Mapping[int, WithSegment],
     stored: reading.StoredSegments,
     families: Sequence[str],
 ) -> list[Experience]:
     """Decode ``rows`` from their events and segments."""
     blobs = reading.blobs_of(stored.parts)
-    by_event: dict[int, list[ExperienceRow]] = {}
+    by_event: dict[int, list[store_rows.ExperienceRow]] = {}
     for row in rows:
-        by_event.setdefault(position_of(row.address), []).append(row)
+        by_event.setdefault(store_rows.position_of(row.address), []).append(row)
     made: dict[int, Experience] = {}
     for position, rows_of_event in by_event.items():
         buffers = blobs.get(rows_of_event[0].segment, {})
-        slots = [slot_of(row.address) for row in rows_of_event]
+        slots = [store_rows.slot_of(row.address) for row in rows_of_event]
         event = events[position]
         assert isinstance(event, ExperiencesRecorded)  # rows are recorded by no other kind
         absence = stored.absent.get(rows_of_event[0].segment)
@@ -339,6 +333,28 @@ class LoadedRows:
         expert = self.expert[[*order]]
         return replace(self, facts=facts, expert=expert, fields=fields, multi_modal=modal)
 
+    def halves(self) -> LoadedRows:
+        """Return pairs as alternating rows: prompt + chosen, prompt + rejected."""
+        values = (self.fields[name].values() for name in ("tokens", "chosen", "rejected"))
+        pairs: Any = zip(*values, strict=True)
+        answers = [(prompt, half) for prompt, *both in pairs for half in both]
+        tokens = [np.concatenate(parts) for parts in answers]
+        trained = np.array([len(half) for _, half in answers])
+        masks = [np.ones(number, np.bool_) for number in trained]
+        pair_of = np.arange(len(answers)) // 2
+        fields = no_fields(len(answers))
+        fields |= {"tokens": field_of_values(tokens), "action_mask": field_of_values(masks)}
+        facts = replace(
+            self.facts.reordered(pair_of),
+            reward=np.full(len(answers), np.nan),
+            length=np.array([len(ids) for ids in tokens]),
+            prompt_length=np.array([len(prompt) for prompt, _ in answers]),
+            trained_tokens=trained,
+            sampling=np.full(len(answers), None),
+        )
+        expert, modal = self.expert[pair_of], [of for of in self.multi_modal for _ in range(2)]
+        return replace(self, facts=facts, expert=expert, fields=fields, multi_modal=modal)
+
     def planned_lengths(self, layout: str) -> Array:
         """Return the tokens of each row that `plan_microbatches` counts.
 
@@ -384,8 +400,7 @@ class RowLoader:
             ArchivedSegmentError: tensors have left the database and cannot be fetched.
             UnknownExperimentError: rows of an experiment that is not in the store.
         """
-        number = len(lease.groups)
-        if not number:
+        if not (number := len(lease.groups)):
             return LoadedRows(Facts.of(0, ()), np.zeros(0, np.bool_), no_fields(0), [])
         own, computed = self.ranges(s, lease)
         self._decode(s, (*own, *computed))
@@ -462,7 +477,8 @@ class RowLoader:
         first = sorted(places)[: NAMED_ROWS + 1]
         shown = first[:NAMED_ROWS]
         uids = zip(self.uids(s, lease, shown), shown, strict=True)
-        named = [f"{uid} at {format_address(lease.experiences[place])}" for uid, place in uids]
+        address = store_rows.format_address
+        named = [f"{uid} at {address(lease.experiences[place])}" for uid, place in uids]
         return ", ".join(named) + (" ..." if len(first) > NAMED_ROWS else "")
 
     def unreadable(self, s: ReadSession, lease: BatchLeased) -> dict[int, str]:
@@ -504,13 +520,14 @@ class RowLoader:
         ranges: tuple[list[SlotRange], list[SlotRange]] = ([], [])
         columns = [np.array(column) for column in (lease.experiences, lease.annotations)]
         sources = np.array(lease.source or np.zeros(len(lease.groups)))
+        per_event = store_rows.MAX_ROWS_PER_EVENT
         for number in sorted({*lease.source}) or [0]:
             in_step = np.flatnonzero(sources == number)
             orders = [in_step[np.argsort(column[in_step], kind="stable")] for column in columns]
             # Consecutive addresses are consecutive rows of one segment: an address holds the
             # position in its high bits, so the next event's addresses are far away.
             parts = [
-                (row_ranges, order[a:z], divmod(int(column[order[a]]), MAX_ROWS_PER_EVENT))
+                (row_ranges, order[a:z], divmod(int(column[order[a]]), per_event))
                 for row_ranges, order, column in zip(ranges, orders, columns, strict=True)
                 for a, z in reading.contiguous_ranges(column[order])
             ]

@@ -140,8 +140,7 @@ def unreadable_among(
         families: the families to read.
     """
     stored = read_segments(s, wanted, families)
-    deleted = {key: "deleted" for key, absence in stored.absent.items() if absence.deleted}
-    if deleted:
+    if deleted := {key: "deleted" for key, absence in stored.absent.items() if absence.deleted}:
         return deleted
     by_key: dict[bytes, SegmentParts] = {key: {} for key in wanted if key not in stored.absent}
     for (key, family), parts in stored.parts.items():
@@ -243,8 +242,7 @@ class EventCache:
         events = {at: self._known[at] for at in positions if at in self._known}
         if unknown := set(positions) - events.keys():
             for at, stored in s.read(stored_at, self.experiment, self.name, unknown).items():
-                fact = decoded(self.name, stored).fact
-                if not isinstance(fact, WithSegment):
+                if not isinstance(fact := decoded(self.name, stored).fact, WithSegment):
                     raise errors.CodecError(
                         f"experiment {self.name!r}, the event at position {at}: it is a "
                         f"{kind_of(fact)}, which has no rows: run `verify`"

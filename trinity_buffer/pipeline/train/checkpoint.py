@@ -278,8 +278,7 @@ def require_digest(checkpoint: Path, digest: str) -> None:
     Raises:
         CheckpointError: it is missing, or its content differs.
     """
-    actual = digest_of(checkpoint, like=digest)
-    if actual != digest:
+    if (actual := digest_of(checkpoint, like=digest)) != digest:
         raise CheckpointError(
             f"checkpoint {checkpoint} is not the one that was committed (sha256 {actual[:12]}…, "
             f"recorded {digest[:12]}…): restore it, or resume from an older step with resume_from="

@@ -27,15 +27,7 @@ from trinity_buffer.codec.blob import mapped
 from trinity_buffer.errors import DamagedSegmentError, InvalidArgumentError, TrainingError
 from trinity_buffer.events import BatchLeased
 from trinity_buffer.limits import sizes
-from trinity_buffer.pipeline.load.columns import (
-    Array,
-    Block,
-    Facts,
-    Field,
-    LoadedRows,
-    field_of_values,
-    no_fields,
-)
+from trinity_buffer.pipeline.load.columns import Array, Block, Facts, Field, LoadedRows
 from trinity_buffer.pipeline.load.reading import RunRewards, rewards_by_run
 from trinity_buffer.pipeline.manifest import MicroBatchPlan, plans_of
 from trinity_buffer.pipeline.train import microbatch
@@ -101,7 +93,7 @@ def collate_step(
     rewards = runs.rows if lease.by_run else facts.reward
     per_row = _per_row(lease, rows, runs)
     if size == 2:
-        rows, rewards = _halves(rows), np.full(size * len(groups), np.nan)
+        rows, rewards = rows.halves(), np.full(size * len(groups), np.nan)
         per_row = {name: column.repeat(size) for name, column in per_row.items()}
         plans = [MicroBatchPlan(size * p.start, size * p.stop, p.width) for p in plans]
     places = Places(rows.facts, plans, padded=lease.layout == "padded")
@@ -118,17 +110,13 @@ def collate_step(
     )
     for part in places.parts:
         tensors = _tensors(flat, per_row, places, part, mover)
-        step.microbatches.append(
-            microbatch.MicroBatch(
-                microbatch.LazyTensors(tensors),
-                replace(layout, cu_seqlens=tensors.get("cu_seqlens")),
-                [mover.inputs(modal) if modal else modal for modal in rows.multi_modal[part.rows]],
-                [*rows.facts.policy_version[part.rows]],
-                rows.unrecorded,
-                rows.unscorable,
-                unrewarded=rows.unrewarded,
-            )
-        )
+        own = replace(layout, cu_seqlens=tensors.get("cu_seqlens"))
+        modal = [mover.inputs(of) if of else of for of in rows.multi_modal[part.rows]]
+        versions = [*rows.facts.policy_version[part.rows]]
+        made = microbatch.MicroBatch(microbatch.LazyTensors(tensors), own, modal, versions)
+        made.unrecorded, made.unscorable = rows.unrecorded, rows.unscorable
+        made.unrewarded = rows.unrewarded
+        step.microbatches.append(made)
     return step
 
 
@@ -165,30 +153,6 @@ def _tensors(
     if "rollout_logprob" in tensors:
         tensors["old_logprob"] = tensors["rollout_logprob"]
     return tensors
-
-
-def _halves(rows: LoadedRows) -> LoadedRows:
-    """Return pairs as alternating rows: prompt + chosen, prompt + rejected."""
-    values = [rows.fields[name].values() for name in ("tokens", "chosen", "rejected")]
-    answers: list[Any] = [
-        (prompt, half) for prompt, *both in zip(*values, strict=True) for half in both
-    ]
-    tokens = [np.concatenate(parts) for parts in answers]
-    trained = np.array([len(half) for _, half in answers])
-    masks = [np.ones(number, np.bool_) for number in trained]
-    pair_of = np.arange(len(answers)) // 2
-    fields = no_fields(len(answers))
-    fields |= {"tokens": field_of_values(tokens), "action_mask": field_of_values(masks)}
-    facts = replace(
-        rows.facts.reordered(pair_of),
-        reward=np.full(len(answers), np.nan),
-        length=np.array([len(ids) for ids in tokens]),
-        prompt_length=np.array([len(prompt) for prompt, _ in answers]),
-        trained_tokens=trained,
-        sampling=np.full(len(answers), None),
-    )
-    expert, modal = rows.expert[pair_of], [of for of in rows.multi_modal for _ in range(2)]
-    return replace(rows, facts=facts, expert=expert, fields=fields, multi_modal=modal)
 
 
 def _responses(rows: LoadedRows, *, pairs: bool) -> tuple[dict[str, Field], Array | None]:
@@ -276,8 +240,7 @@ def _temperature(rows: LoadedRows, places: Places) -> dict[str, Array]:
         return {}
     column = np.ones(places.size, np.float32)
     for row, begin, end, temperature in hot:
-        first = int(places.begins[row])
-        if first >= 0:  # on this rank
+        if (first := int(places.begins[row])) >= 0:  # on this rank
             column[first + begin : first + end] = temperature
     return {"temperature": column}
 

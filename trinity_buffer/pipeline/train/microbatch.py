@@ -40,8 +40,7 @@ class Lazy:
     @property
     def value(self) -> Any:
         """The value."""
-        make = self.make
-        if make is not None:
+        if (make := self.make) is not None:
             # Autograd cannot save tensors that were made in inference mode.
             with torch.inference_mode(False):  # noqa: FBT003 - torch.compile takes no keyword
                 self._made.append(make())
@@ -65,8 +64,7 @@ class LazyTensors(UserDict[str, Any]):
 
     @override
     def __getitem__(self, name: str) -> Any:
-        value = self.data[name]
-        if isinstance(value, Lazy):
+        if isinstance(value := self.data[name], Lazy):
             value = self.data[name] = value.value
         return value
 

@@ -366,8 +366,7 @@ async def wait_for_set(
     while True:
         state = await experiment.database.changes.state()
         finished = await experiment.is_finished()
-        lacking = await _lacking_set(experiment, options.strategy)
-        if not lacking:
+        if not (lacking := await _lacking_set(experiment, options.strategy)):
             wait.over()
             return
         if finished:

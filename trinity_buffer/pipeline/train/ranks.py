@@ -102,8 +102,7 @@ class RankSession:
         while True:
             state = await self._database.changes.state()
             await self._read()
-            absent = sorted(others - self._joins.keys())
-            if not absent:
+            if not (absent := sorted(others - self._joins.keys())):
                 break
             self._lacking = (
                 f"rank{'s' * (len(absent) > 1)} {', '.join(map(str, absent))} of {self._world} to "
@@ -139,8 +138,7 @@ class RankSession:
         while True:
             state = await self._database.changes.state()
             await self._read()
-            late = [rank for rank in others if (rank, steps[-1]) not in self._rows]
-            if not late:
+            if not (late := [rank for rank in others if (rank, steps[-1]) not in self._rows]):
                 break
             self._lacking = (
                 f"{await self._late(late, steps[-1])} to commit step {steps[-1]}: every rank calls "

@@ -164,20 +164,16 @@ class ReadyGroups:
             breaks = np.flatnonzero(np.diff(np.array(event.groups))) + 1
             for begin, end in pairwise([0, *breaks.tolist(), event.rows]):
                 number, rows = event.groups[begin], slice(begin, end)
-                group = ReadyGroup(
-                    (self._source, position, number),
-                    event.planned[number] and not self._source,
-                    range(first + begin, first + end),
-                    event.experiences[rows],
-                    versions[rows],
-                )
+                addresses = range(first + begin, first + end)
+                columns: list[Any] = [addresses, event.experiences[rows], versions[rows]]
                 # Only the first page after a restart can begin in the middle of an event.
                 if first + begin < self._start or spent:
-                    stay = [at >= self._start and at not in spent for at in group.annotations]
-                    columns: list[Any] = [list(compress(column, stay)) for column in group[2:]]
-                    group = ReadyGroup(group.key, group.planned, *columns)
-                if group.annotations:
-                    self.groups.append(group)
+                    stay = [at >= self._start and at not in spent for at in addresses]
+                    columns = [list(compress(column, stay)) for column in columns]
+                if columns[0]:
+                    key, planned = (self._source, position, number), event.planned[number]
+                    own = planned and not self._source
+                    self.groups.append(ReadyGroup(key, own, *columns))
         # A short page is the last one, which saves a query that would return nothing.
         self._at_end = num_before < sizes.rows_per_page
         self._start = first_address(positions[-1] + 1)
@@ -518,8 +514,7 @@ class StepSampler:
             part = lease if whole else manifests.repartitioned(lease, left, lease.microbatches)
             try:
                 rows = self._loader.load(s, part)
-                why = unfit(part, rows)
-                if not why:
+                if not (why := unfit(part, rows)):
                     return left, rows, gone
             except UNREADABLE as error:
                 # An archive that is only unavailable at the moment must not lead to rejections.

@@ -565,8 +565,7 @@ class FollowingStream(TrainStream):
         async with self._works():
             while self._ranks.ended is None or self._next_step <= self._ranks.ended:
                 state = await self._database.changes.state()
-                leased = await read(steps, *named, after=self._next_step - 1)
-                if leased:
+                if leased := await read(steps, *named, after=self._next_step - 1):
                     self._ranks.wait.over()
                 for row in leased:
                     await self.queue.room()
