@@ -174,7 +174,7 @@ class Experience:
             a field that cannot become a tensor or has the wrong type.
     """
 
-    # Also those that `__init__` takes as they are, under their own names.
+    # Beside these it has what `__init__` takes as it is, under the names of the arguments.
     eid: EID
     reward: float | None
     experience_type: ExperienceType

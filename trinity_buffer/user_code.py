@@ -62,7 +62,7 @@ def own_line(error: BaseException, parts: Iterable[object] = ()) -> str | None:
     """
     files = {_source_location(part)[0] for part in parts}
     frames = traceback.extract_tb(error.__traceback__)
-    theirs = [of for of in frames if of.filename in files or _is_theirs(of.filename)]
+    theirs = [f for f in frames if f.filename in files or _is_theirs(f.filename)]
     return f"{theirs[-1].filename}, line {theirs[-1].lineno}" if theirs else None
 
 

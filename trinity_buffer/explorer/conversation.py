@@ -703,7 +703,8 @@ def rendered(
         except TypeError:  # as DeepSeek's, which takes arguments as texts
             return _applied(tokenizer, texts, tools, options)
     except (TemplateError, TypeError, ValueError) as error:
-        raise InvalidArgumentError(f"the chat template cannot write this ({error})") from error
+        what = "the chat template cannot write this conversation"
+        raise InvalidArgumentError(f"{what} ({error})") from error
 
 
 def _applied(tokenizer: Any, messages: list[Any], tools: Tools, options: Mapping[str, Any]) -> str:

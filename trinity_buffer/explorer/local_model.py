@@ -66,7 +66,8 @@ class LocalModel:
     ) -> None:
         if temperature != 0 and not LEAST_TEMPERATURE <= temperature < math.inf:
             raise InvalidArgumentError(
-                f"temperature={temperature}: {LEAST_TEMPERATURE} or more, or 0 for the likeliest"
+                f"temperature={temperature}: {LEAST_TEMPERATURE} or more, or 0 for the likeliest "
+                "tokens"
             )
         for name, value in (("max_tokens", max_tokens), ("max_rows", max_rows)):
             _require_count(name, value)

@@ -602,7 +602,9 @@ class OpenAIModel:
 
     def _require_tokenizer(self) -> Any:
         if self._tokenizer is None:
-            raise InvalidArgumentError("SGLang's /generate takes token ids: give a tokenizer=")
+            raise InvalidArgumentError(
+                "SGLang's /generate takes token ids: give OpenAIModel a tokenizer="
+            )
         return self._tokenizer
 
 

@@ -138,7 +138,6 @@ async def readable_events(
     def read(s: ReadSession) -> None:
         events: list[tuple[Event, WithSegment]] = []
         for stored in s.read(log.read_at, experiment.key, wanted):
-            what = f"the event at position {stored.position} records no rows"
             try:
                 event = decoded(experiment.name, stored)
             except errors.CodecError as error:
@@ -147,10 +146,13 @@ async def readable_events(
             if isinstance(event.fact, WithSegment):
                 events.append((event, event.fact))
             else:  # its kind was changed
-                damaged[stored.position] = errors.CodecError(f"{what}; run `trinity-buffer verify`")
-        found = read_segments(s, sorted({fact.segment for _, fact in events}), families)
+                where = f"the event at position {stored.position}"
+                wrong = errors.CodecError(f"{where} records no rows; run `trinity-buffer verify`")
+                damaged[stored.position] = wrong
+        keys = sorted({fact.segment for _, fact in events})
+        stored_segments = read_segments(s, keys, families)
         for event, fact in events:
-            decode(event, fact, found)
+            decode(event, fact, stored_segments)
 
     await experiment.database.read_session(read)
     return readable, damaged

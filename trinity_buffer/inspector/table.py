@@ -300,8 +300,12 @@ def _what_became(
     fate = next((fate for fate in by_set if fate.annotation_set == own), None)
     if fate is None:
         return None, {"state": None if row.refused is None else "refused", "reason": row.refused}
-    held = ((note, step) for note, steps in fate.annotations.items() for step in steps)
-    known = [of for of in held if of[1].trainer in trainers and wanted in (None, of[1].step)]
+    known = [
+        (note, step)
+        for note, steps in fate.annotations.items()
+        for step in steps
+        if step.trainer in trainers and wanted in (None, step.step)
+    ]
 
     def order(delivery: tuple[int, StepView]) -> tuple[int, int, int]:
         step = delivery[1]

@@ -161,7 +161,7 @@ def trl_batch(microbatches: Sequence[MicroBatch], *, pad: int) -> dict[str, Tens
     answers: dict[str, list[Tensor]] = {"input_ids": [], "action_mask": [], "advantages": []}
     for batch in microbatches:
         if "cu_seqlens" in batch:
-            raise InvalidArgumentError("open the stream with layout='padded' for TRL")
+            raise InvalidArgumentError("TRL takes no packed rows: open with layout='padded'")
         if "old_logprob" in batch:
             answers.setdefault("old_logprob", [])
         lengths = batch["attention_mask"].sum(-1).tolist()

@@ -9,7 +9,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import product
 from typing import Any
 
 from sqlalchemy import CheckConstraint
@@ -75,7 +74,11 @@ def guards(dialect: str) -> list[Guard]:
     A segment may be deleted once an ``archived`` row names it: that row comes with the
     ``SegmentsArchived`` event, in the same transaction. SQLite has no TRUNCATE.
     """
-    triggers = [_forbids(*of) for of in product(("experiment", "event"), ("UPDATE", "DELETE"))]
+    triggers = [
+        _forbids(table, operation)
+        for table in ("experiment", "event")
+        for operation in ("UPDATE", "DELETE")
+    ]
     triggers.append(_forbids("segment", "UPDATE"))
     triggers.append(_forbids("segment", "DELETE", _ARCHIVE_FIRST, _NOT_ARCHIVED))
     # A process of an older version, which opened the store before it was migrated, ends here.

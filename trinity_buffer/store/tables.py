@@ -64,7 +64,7 @@ event = _of_experiment(
     Column("head", LargeBinary),
     CheckConstraint("position >= 1", name="position"),
     CheckConstraint("kind <> ''", name="kind"),
-    # `schema.create` says on PostgreSQL where, too
+    # on PostgreSQL too it has this condition, see `schema.create`
     Index("ix_event_kind", "experiment", "kind", "position", sqlite_where=text(NOT_FREQUENT)),
 )
 
@@ -102,7 +102,7 @@ batch = _of_experiment(
     Column("planned_groups", BigInteger),  # None: never planned
     # planned rollouts that are stored; None before the seal, until when it is counted when asked
     Column("stored_rollouts", BigInteger),
-    # there too
+    # on PostgreSQL too, see `schema.create`
     Index("ix_batch_open", "experiment", "planned_at", "actor", sqlite_where=_NOT_SEALED),
 )
 

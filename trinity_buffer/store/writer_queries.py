@@ -115,8 +115,16 @@ def batches(tx: Transaction, experiment: int, keys: Sequence[str]) -> dict[str, 
         for _, key, task, is_int in sorted(plans):
             tasks.setdefault(key, []).append(store_rows.typed(task, is_int=is_int))
     return {
-        key: BatchRow(*(store_rows.typed(key, is_int=is_int), *others, tuple(tasks.get(key, ()))))
-        for key, is_int, *others in rows
+        key: BatchRow(
+            store_rows.typed(key, is_int=is_int),
+            actor,
+            size,
+            planned,
+            sealed,
+            expected,
+            tuple(tasks.get(key, ())),
+        )
+        for key, is_int, actor, size, planned, sealed, expected in rows
     }
 
 

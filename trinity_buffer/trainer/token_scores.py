@@ -379,14 +379,18 @@ class _How(NamedTuple):
 
 
 def _how(
-    hidden: Tensor, head: OutputHead, most: int | None, heat: Tensor | None, math: ChunkMath | None
+    hidden: Tensor,
+    head: OutputHead,
+    most: int | None,
+    temperature: Tensor | None,
+    math: ChunkMath | None,
 ) -> _How:
     """Return how ``most`` logits at a time are made of ``hidden``; see `head_scores`."""
     if math is None:
         fits = hidden.is_cuda and hidden.dtype != torch.float64
         math = math_of_gpu(hidden.device, hidden.dtype) if fits else TORCH
     columns = chunk_columns(hidden, len(head.weight), most, fused=math.fused)
-    return _How(head.scale, head.softcap, heat, columns, math)
+    return _How(head.scale, head.softcap, temperature, columns, math)
 
 
 class _HeadScores(torch.autograd.Function):
@@ -464,7 +468,10 @@ def _buffer(hidden: Tensor, columns: int) -> Tensor:
     _logger.warning(
         "%s has no memory for the logits of %d tokens x %d columns, which log-probabilities take "
         "at a time: it is %d columns now, which is slower and has other last bits",
-        *(hidden.device, len(hidden), columns, fewer),
+        hidden.device,
+        len(hidden),
+        columns,
+        fewer,
     )
     return _buffer(hidden, fewer)
 

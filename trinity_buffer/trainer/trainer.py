@@ -192,8 +192,8 @@ class Trainer:
         if self._algorithm.type.use_critic:
             critic = models.new_critic(policy)
             pair = (critic, settings.optimizer_of(critic, is_critic=True))
-            twice = models.trained_weights(policy, self._optimizer)
-            if twice := twice & models.trained_weights(critic):
+            of_policy = models.trained_weights(policy, self._optimizer)
+            if twice := of_policy & models.trained_weights(critic):
                 raise InvalidArgumentError(
                     f"the critic of {type(policy).__name__} holds {len(twice)} weights of the "
                     "policy, which two optimizers would step: let its parameters() yield those of "

@@ -249,7 +249,9 @@ class StrategyConsumer:
             _logger.warning(
                 "strategy %r: each of %s sets advantages, and those of %s stay: name one of them "
                 "(a class that only chooses has `annotates = False`)",
-                *(self.name, ", ".join(annotating), annotating[-1]),
+                self.name,
+                ", ".join(annotating),
+                annotating[-1],
             )
         try:
             async with waiting.task_group(self._presence.keep, self._lease.keep):
@@ -576,7 +578,8 @@ class StrategyConsumer:
                 "strategy %r kept %s without advantages, in whose place a trainer reads 0: set "
                 "`advantages` of what it keeps, or `annotates = False` in a class that only "
                 "chooses",
-                *(self.name, counted(decision.without_advantages, "experience")),
+                self.name,
+                counted(decision.without_advantages, "experience"),
             )
         changed = decision.changed - self._changed
         # A list hands rewards on from stage to stage.
@@ -588,7 +591,8 @@ class StrategyConsumer:
                 "strategy %r changed %s of what it keeps, which is not stored: trainers read what "
                 "was recorded. Give rewards by `tb.assign_rewards` and run_strategy(rewards=), and "
                 "a token that is not to be trained an advantage of 0",
-                *(self.name, " and ".join(sorted(changed))),
+                self.name,
+                " and ".join(sorted(changed)),
             )
         members = [group.members for unit in units for group in unit if group.members]
         reasons = set(decision.reasons.values())

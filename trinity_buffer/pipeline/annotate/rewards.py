@@ -115,7 +115,9 @@ async def _warn_of_others(
             "scoring %r gets other rewards for %d experiences than before: groups, steps and blame "
             "show them of set %r too, which was computed from those before; score under another "
             "name to keep both",
-            *(name, changed, sets[0]),
+            name,
+            changed,
+            sets[0],
         )
 
 

@@ -234,7 +234,8 @@ class StrategyLease(Lease):
                 "%s, and computed again. We lost the lease because this process was paused, or "
                 "`add` blocked it, for longer than lease_ttl_s=%g: if `add` takes so long, raise "
                 "that",
-                *(waiting.one_line(f"{why}"), self.ttl_s),
+                waiting.one_line(f"{why}"),
+                self.ttl_s,
             )
 
     @override

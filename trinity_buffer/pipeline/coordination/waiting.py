@@ -382,7 +382,7 @@ def one_line(text: str) -> str:
     Log lines reach a terminal unchanged, and names, hosts and batches come from the store, where
     any SQL client may have put control sequences.
     """
-    return "".join(of if of.isprintable() else ascii(of)[1:-1] for of in text)
+    return "".join(char if char.isprintable() else ascii(char)[1:-1] for char in text)
 
 
 @dataclass(eq=False)

@@ -325,8 +325,8 @@ async def rows_to_drop(
             source, row = stored
             annotated = inspection.annotation_rows(tx, sources[source].key, [row.address])
             notes = [note for _, _, note in annotated]
-            of = tx, experiment.key, [trainer.name], notes, source
-            for _, _, step in inspection.deliveries(*of):
+            served = inspection.deliveries(tx, experiment.key, [trainer.name], notes, source)
+            for _, _, step in served:
                 if step <= trainer.committed_step:
                     raise errors.InvalidArgumentError(
                         f"drop: row {uid} was trained in step {step} of trainer {trainer.name!r}, "

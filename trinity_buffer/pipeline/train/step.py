@@ -21,7 +21,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cache
 from importlib import metadata
-from itertools import accumulate, chain, starmap
+from itertools import accumulate
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Any, Literal, NamedTuple, Protocol, TypeVar
@@ -201,16 +201,16 @@ def _recount(batch: Tensors, microbatches: Sequence[MicroBatch], reduce: Reduce 
     boundaries, groups = batch.get("cu_seqlens"), batch["group_index"]
     expert = batch.get("expert_mask", torch.zeros_like(groups, dtype=torch.bool))
     mask = batch["action_mask"]
-    changed: dict[str, Any] = {}
-    for name, rows in (("total", None), ("usual", ~expert), ("expert", expert)):
+    old, counted = microbatches[0].layout, list[Totals]()
+    for before, rows in ((old.total, None), (old.usual, ~expert), (old.expert, expert)):
         mine = Totals.count(mask, cu_seqlens=boundaries, group_index=groups, rows=rows)
         counts = torch.tensor([mine.tokens, mine.active_sequences or 0], dtype=torch.float64)
         tokens, active = (counts if reduce is None else reduce(counts)).tolist()
         # A changed mask does not change rows and groups.
-        before: Totals = getattr(microbatches[0].layout, name)
-        changed[name] = replace(before, tokens=int(tokens), active_sequences=int(active))
+        counted.append(replace(before, tokens=int(tokens), active_sequences=int(active)))
+    total, usual, ours = counted
     for microbatch in microbatches:
-        microbatch.layout = replace(microbatch.layout, **changed)
+        microbatch.layout = replace(microbatch.layout, total=total, usual=usual, expert=ours)
 
 
 @dataclass(slots=True)
@@ -229,7 +229,8 @@ class ZeroAdvantages:
                 "trainer %r: the annotation set %r has no advantages, so that `advantages` is 0 "
                 "everywhere: train on another set, or say with needs= what the loss reads "
                 "(needs=('advantages',) refuses a set without them)",
-                *(self.consumer, self.annotation_set),
+                self.consumer,
+                self.annotation_set,
             )
 
 
@@ -378,8 +379,8 @@ def measured_event(
     columns = [Column(n, "float32", shapes, of.view(np.uint8)) for n, of in arrays.items()]
     families = {events.MEASURED_ROWS: encode_segment(columns, {}, number)}
     if measures.tokens:
-        of_tokens = chain.from_iterable(starmap(columns_of, measures.tokens.items()))
-        families[events.MEASURED_TOKENS] = encode_segment([*of_tokens], {}, number)
+        of_tokens = [c for n, values in measures.tokens.items() for c in columns_of(n, values)]
+        families[events.MEASURED_TOKENS] = encode_segment(of_tokens, {}, number)
     key = new_key()
     measured = events.StepMeasured(
         consumer=consumer,
@@ -537,7 +538,9 @@ class LastCommits:
                 "trainer %r: step %d is committed without a checkpoint, step %d had one: after a "
                 "restart neither the steps between are served again, nor are there weights that "
                 "went through them; commit only steps that are saved, which covers all before them",
-                *(self._trainer, step, max(saved)),
+                self._trainer,
+                step,
+                max(saved),
             )
         earlier = [at for at, path in saved.items() if path == checkpoint]
         if earlier and not self._warned_of_path:
@@ -546,7 +549,10 @@ class LastCommits:
                 "trainer %r: the checkpoint of step %d was written over that of step %d (%s): "
                 "while the next one is written, a crash leaves no checkpoint to go on from, "
                 "and explorers may read half of it; give each step a path of its own",
-                *(self._trainer, step, earlier[-1], checkpoint),
+                self._trainer,
+                step,
+                earlier[-1],
+                checkpoint,
             )
         self._commits.append((range(first, step + 1), request))
 

@@ -264,7 +264,8 @@ class TrainStream(CommitDoor[Coroutine[Any, Any, None]]):
             _logger.warning(
                 "trainer %r ended without a commit of step%s: the next process is given the same "
                 "again; commit the last step of a loop too",
-                *(self.options.consumer, f" {last}" if first == last else f"s {first} to {last}"),
+                self.options.consumer,
+                f" {last}" if first == last else f"s {first} to {last}",
             )
 
     async def leads(self) -> bool:
@@ -333,7 +334,8 @@ class LeadingStream(TrainStream):
             _logger.warning(
                 "trainer %r goes on after step %d, whose commit names no checkpoint: its weights "
                 "are yours to load; resume_from= goes back to a step with a checkpoint, or to 0",
-                *(options.consumer, self.resume.step),
+                options.consumer,
+                self.resume.step,
             )
         dropped = await rows_to_drop(self.experiment, self._expert, options)
         start = partial(self._sampler.start, dropped=dropped, steps=leased)
@@ -420,7 +422,9 @@ class LeadingStream(TrainStream):
                 _logger.warning(
                     "trainer %r: from step %d on fewer of the expert's groups are mixed in, or "
                     "none: experiment %r has no more",
-                    *(self.options.consumer, self._next_step, self.options.expert_experiment),
+                    self.options.consumer,
+                    self._next_step,
+                    self.options.expert_experiment,
                 )
             self._next_step += 1
             # Before the lease: what cannot be collated leaves no leased step behind. An error from
@@ -534,7 +538,9 @@ class LeadingStream(TrainStream):
             _logger.warning(
                 "trainer %r: explorers follow trainer %r, and pass over the weights that this one "
                 "publishes: to have it followed, set trainer=%r in the experiment's configuration",
-                *(own, followed, own),
+                own,
+                followed,
+                own,
             )
 
 
