@@ -22,6 +22,7 @@ from trinity_buffer.events import (
     Fact,
     RewardsAssigned,
     StepDealt,
+    StepMeasured,
     TrainerRewound,
     body_of,
 )
@@ -29,6 +30,7 @@ from trinity_buffer.pipeline.load.columns import Block, Field
 from trinity_buffer.pipeline.manifest import manifest_digest, plan_microbatches, repartitioned
 from trinity_buffer.pipeline.verify.log_audit import (
     LogAudit,
+    Problem,
     TrainerAudit,
 )
 from trinity_buffer.pipeline.verify.segments import wrong_columns
@@ -165,28 +167,50 @@ ANNOTATED = ExperiencesAnnotated(
 )
 
 
+def problems_of(audit: LogAudit, fact: Fact) -> list[Problem]:
+    """Return what an audit finds wrong with the next event."""
+    kind, before = type(fact).__name__, len(audit.problems)
+    body = encode_body(kind, body_of(fact))
+    audit.add([StoredEvent(audit.position + 1, kind, "somebody", 1, body, None)])
+    return audit.problems[before:]
+
+
+def test_what_a_trainer_did_is_told_with_its_check_and_its_place() -> None:
+    audit = LogAudit(EventChain("run"), lambda _: None)
+    config = {"strategy": "s"}
+    problems_of(audit, ConsumerRegistered(consumer="t", kind="trainer", config=config))
+    measured = StepMeasured(
+        consumer="t", step=1, segment=bytes(16), families={}, digest=b"", rows=2, metrics={}
+    )
+    for check, fact in (
+        ("manifests", DEALT),
+        ("commits", measured),
+        ("commits", TrainerRewound(consumer="t", step=3, from_step=2)),
+    ):
+        told = [problem for problem in problems_of(audit, fact) if "step " in problem.what]
+        where = f"position {audit.position} (trainer 't')"
+        assert [(problem.check, problem.where) for problem in told] == [(check, where)]
+
+
 def test_a_manifest_is_compared_with_the_annotations_that_it_names() -> None:
     audit = LogAudit(EventChain("run"), lambda _: None)
     audit.position = 2
 
-    def problems_of(fact: Fact) -> list[str]:
-        kind, before = type(fact).__name__, len(audit.problems)
-        body = encode_body(kind, body_of(fact))
-        audit.add([StoredEvent(audit.position + 1, kind, "somebody", 1, body, None)])
-        named = (problem for problem in audit.problems[before:] if "annotation" in str(problem))
+    def about_annotations(fact: Fact) -> list[str]:
+        named = (problem for problem in problems_of(audit, fact) if "annotation" in str(problem))
         return [f"{problem.where}: {problem.what}" for problem in named]
 
     for name, role in (("s", "strategy"), ("t", "trainer")):
         registered = ConsumerRegistered(consumer=name, kind=role, config={})
-        assert problems_of(registered) == []
-    assert problems_of(ANNOTATED) == []
+        assert about_annotations(registered) == []
+    assert about_annotations(ANNOTATED) == []
     assert audit.segments == {ANNOTATED.segment: 5}
     own = [5 << 20, (5 << 20) + 1]
-    assert problems_of(structs.replace(LEASED, annotations=own)) == []
-    assert problems_of(structs.replace(LEASED, annotations=own[::-1], step=2)) == [
+    assert about_annotations(structs.replace(LEASED, annotations=own)) == []
+    assert about_annotations(structs.replace(LEASED, annotations=own[::-1], step=2)) == [
         "position 7 (trainer 't'): row 0 trains 1:0 with annotation 5:1, which is of 2:0"
     ]
-    assert problems_of(structs.replace(LEASED, step=3)) == [
+    assert about_annotations(structs.replace(LEASED, step=3)) == [
         "position 8 (trainer 't'): set 's' has no annotation 1:0",
         "position 8 (trainer 't'): set 's' has no annotation 2:0",
     ]
