@@ -117,6 +117,17 @@ async def test_ids_and_log_probs_come_with_what_was_said(url: str, vllm: VLLM) -
     assert all({key: body[key] for key in NEUTRAL} == NEUTRAL for body in vllm.asked)
 
 
+@pytest.mark.parametrize("require_ids", [True, False])
+async def test_a_text_is_no_conversation_and_a_generator_of_messages_is(
+    url: str, vllm: VLLM, *, require_ids: bool
+) -> None:
+    async with asking(url, require_ids=require_ids) as model:
+        with pytest.raises(InvalidArgumentError, match=r"^messages='hi': .*list of messages.*}]$"):
+            await model.chat("hi")  # type: ignore[arg-type]  # what the test is about
+        said = await model.chat(message for message in HELLO)  # type: ignore[arg-type]  # likewise
+    assert said.prompt_ids == vllm.model.tokenizer.encode("<|user|>hello<|end|><|assistant|>")
+
+
 @pytest.mark.parametrize("dialect", ["vllm", "sglang"])
 @pytest.mark.parametrize(
     "answer",

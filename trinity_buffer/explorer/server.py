@@ -525,7 +525,9 @@ class OpenAIModel:
 
         Raises:
             InferenceServerError: no answer, or one without ids and log-probs.
+            InvalidArgumentError: ``messages`` are none.
         """
+        messages = conversation.require_messages(messages)
         if self._dialect == "sglang":
             ids, text = self._format.prompt(messages, tools)
             made = await self.complete(ids, max_tokens=max_tokens)
