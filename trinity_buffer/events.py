@@ -357,6 +357,8 @@ class RanksAssembled(EventBody, frozen=True, kw_only=True):
 class StepPartDone(EventBody, frozen=True, kw_only=True):
     """A rank above 0 went through all steps up to this one.
 
+    It has written its files of the checkpoint, if there is one.
+
     Attributes:
         assembly: position of the `RanksAssembled` that it belongs to.
         rows: how many rows it took of each step since its last `StepPartDone`.
@@ -383,7 +385,7 @@ class StepsCommitted(EventBody, frozen=True, kw_only=True):
     Attributes:
         steps: all since the commit before.
         manifests: the digest of each.
-        chain: running digest of the manifests that the weights went through.
+        chain: running digest of all manifests up to here, those of skipped steps included.
         rows_by_rank: per step, how many rows each rank took.
         checkpoint: path of the weights after the last step, if there is one.
         metrics: numbers to remember, the finite ones.

@@ -252,6 +252,8 @@ def _decide(tx: Transaction, experiment: int, fact: Decided) -> None:
     if seen is None or calls_then is None:
         raise ValueError(f"strategy {name!r} does not say what it has seen")
     mine = {"of": experiment, "by": name}
+    # The cursor as it is now, under the lock: what another process moved it over lies below it, and
+    # must be waiting.
     ((cursor, calls),) = _CURSOR.fetch_all(tx, **mine)
     if fact.after not in (None, cursor):
         raise CursorConflictError(

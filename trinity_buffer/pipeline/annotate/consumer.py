@@ -5,7 +5,8 @@ A unit is what a strategy decides at once, a group or several. It is ready once 
 (`grouping`).
 
 What is decided, its annotations and the cursor are one transaction. After a crash before it, the
-next process reads the same rows and calls the strategy again: only the outcome is recorded once.
+next process reads the same rows, with what their groups got since, and calls the strategy again:
+only the outcome is recorded once.
 
 Several processes may run a strategy under one name: the one that holds the lease decides, and the
 others stand by. A set keeps the configuration it was made with; another one is refused.
@@ -88,8 +89,9 @@ class Standby:
     pause_s: float = STILL_S
 
     async def is_over(self) -> bool:
-        """Return whether the holder has decided everything stored at the first call.
+        """Return whether the holder has decided all that was stored and ready at the first call.
 
+        Rows of incomplete groups do not count: their runs may never come.
         Reading undecided units is expensive: it happens only when the holder's cursor has passed
         the last experience, or has stopped moving.
         """
@@ -192,8 +194,8 @@ class StrategyConsumer:
         self._watch = waiting.RejectionWatch(who, size, most, counts="groups")
         database, key = experiment.database, experiment.key
         self._presence = waiting.Presence(database, key, "strategy", self.name)
-        # Several trainers share the set `recorded`, and may decide at once: the rows of `waiting`
-        # let one of them win, and the others go on from what it left.
+        # Several trainers share the set `recorded`, and may decide at once. Of two commits that
+        # decide the same row the fold refuses the second, whose trainer goes on from what is left.
         ttl_s = float(experiment.config.get("lease_ttl_s") or TTL_S)
         self._lease = StrategyLease(database, key, self.name, ttl_s, alone=not speaks)
         self.has_read_all = False  # up to the head at the last read
@@ -348,6 +350,8 @@ class StrategyConsumer:
                 if late := self._reader.grouping.take_late():
                     await database.session(partial(self._reject_late, late=late))
             except (errors.CursorConflictError, errors.LeaseLostError) as error:
+                # It is not given back: `ask` finds whether it is still ours, and then the cursor of
+                # the store counts.
                 self._lease.invalidate(error)
                 break
             if worked or late:
@@ -391,7 +395,8 @@ class StrategyConsumer:
         In one trip to the database: a consumer that follows a log seldom finds more than one group.
 
         The first commit of the page moves the cursor to its end. What is left of it is then in the
-        table `waiting`, from which the next commits take it, or after a crash another process.
+        table `waiting`, from which the next commits take it, or after a crash another process,
+        which reads the events of these rows once more.
 
         Args:
             live: whether the consumer follows: commits are smaller then, to be trained sooner.
@@ -432,7 +437,10 @@ class StrategyConsumer:
         return decision, [[group for group in unit if not group.short] for unit in units]
 
     def _decide_by_rewards(self, s: Session, units: Sequence[ReadyUnit]) -> bool:
-        """Decide and commit ``units`` by rewards; return False if experiences have to be loaded."""
+        """Decide and commit ``units`` by rewards; return False if experiences have to be loaded.
+
+        It opens no segment: a damaged row is annotated here, and rejected by the trainer.
+        """
         if self._scorer is None:
             return False
         decision, shown = self._begin(units)

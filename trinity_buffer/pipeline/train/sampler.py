@@ -311,6 +311,7 @@ class StepSampler:
                 return None
             # Called a lease here and below: a manifest that the caller is about to lease.
             lease, unfit = self._unplanned(step, groups), partial(self._unfit, s)
+            # Places are rows of this lease as it was before anything is lost.
             lost, every = self._unwanted(s, lease), range(len(lease.groups))
             # Rejected rows are not replaced: the step gets smaller, or is selected anew if none is
             # left. It was never trained, so they are dropped whatever `damaged_rows` says.

@@ -69,7 +69,7 @@ from trinity_buffer.store.transaction import ReadSession, Session, Transaction
 
 IN_ONE_GO_S = 0.05
 """Steps are made in one session for so long while the trainer asks for more: other writers of this
-process have to wait meanwhile."""
+process have to wait meanwhile, and its waiting tasks hear of the commits at the end only."""
 
 LOOK_AGAIN_S = 1.0
 """Interval of checks whether the strategy of a finished experiment is still alive."""
@@ -233,7 +233,9 @@ class TrainStream(CommitDoor[Coroutine[Any, Any, None]]):
         """Carry out a `commit`; calls are serialized."""
         # Two concurrent commits of the same steps would both find them uncommitted.
         async with self._committing:
-            if step.step <= self._committed:  # said again, as after an answer that was lost
+            if step.step <= self._committed:
+                # Said again, as after an answer that was lost. Compared are the checkpoint and the
+                # policy, where it names them.
                 self._commits.require_same(step.step, request)
                 return
             steps = range(self._committed + 1, step.step + 1)
@@ -375,7 +377,12 @@ class LeadingStream(TrainStream):
                 tasks.start_soon(record, key, consumer)
 
     async def _next(self) -> bool:
-        """Make the next step, and more while they are asked for; return False at the end."""
+        """Make the next step, and more while they are asked for; return False at the end.
+
+        The end is where nothing can come any more: without `follow` at the end of the store, with
+        it once the experiment is finished, recorders have read all of it, and no live strategy has
+        undecided rows. Only there may a step be smaller than the others.
+        """
         session, key, wait = self._database.session, self.experiment.key, None
         read, name = self._database.read, self._sampler.annotation_set
         while True:

@@ -406,7 +406,7 @@ class WriteCall:
             recorded of them; empty before that. Compared instead of EIDs, which keep 7 and "7"
             apart: the store does not.
         batches: what is to be written, with rows of the calls that share its event.
-        digests: of the content of ``experiences`` when they were last prepared.
+        digests: of the content of ``experiences``, without `metrics`, when they were last prepared.
         place: of the last event with its rows; its position is 0 as long as nothing is written.
         answered: set once the rows are durable, or ``error`` says why they are not.
     """

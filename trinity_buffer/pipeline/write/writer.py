@@ -72,6 +72,9 @@ class GroupCommit:
     group is prepared during the commit if it is large enough for a thread: SQLite and digests
     release the interpreter lock. A separate task commits, which lives only while there is something
     to commit: cancelling a caller never cancels a transaction that others share.
+
+    A call is in `_waiting`, then perhaps in `_ahead`, then in the group of `_commit_waiting`; only
+    from the first can its caller take it back.
     """
 
     def __init__(self, database: Database) -> None:
@@ -171,7 +174,9 @@ class GroupCommit:
             if self._waiting:
                 self._prepare_ahead()
             await self.database.session(partial(self._write, calls, writes))
-        except _OF_THE_STORE as error:  # queued calls have waited through the same timeout
+        except _OF_THE_STORE as error:
+            # Tried again below already, for the busy timeout or reconnect_s: the queued calls have
+            # waited as long.
             refused = [*calls, *self._ahead, *self._waiting]
             self._ahead = []
             self._waiting.clear()
@@ -199,6 +204,7 @@ class GroupCommit:
         """
         if writes is None:
             writes = _prepared(calls)
+        # Also if every call was invalid: that transaction is empty.
         places = s.write(self._append, writes)
         # That has committed, so a receipt may name the place.
         for write, place in zip(writes, places, strict=True):
@@ -208,7 +214,7 @@ class GroupCommit:
     def _append(self, tx: Transaction, writes: list[PreparedWrite]) -> list[Place]:
         """Record ``writes``, in order of their experiments; return the place of each.
 
-        It runs twice where a server's connection is lost.
+        It runs again each time that a server's connection is lost before the outcome is known.
         """
         # Before the lock: on a server, other writers of the experiment do not wait for the blobs.
         self.database.segments.attach(tx, [row for write in writes for row in write.segments])
@@ -340,7 +346,7 @@ class SQLWriter(BufferWriter):
         duplicates; those of a sealed batch are recorded as rejected (``late``).
 
         All rows of a run belong in one call: a group is decided as soon as each of its runs has
-        one, and what comes later strategies reject as late.
+        one. Rows that come before that still join it; strategies reject later ones as late.
 
         Raises:
             InvalidExperienceError: an invalid field (with ``on_invalid="quarantine"``, the
