@@ -412,7 +412,9 @@ def _rollout(
     """Yield a rollout; ``seen``: per step and group its task and runs so far."""
     held = row.held
     if missing := [name for name in NEEDED if name not in held]:
-        raise errors.InvalidExperienceError(f"this row lacks {', '.join(missing)} of verl's dumps")
+        raise errors.InvalidExperienceError(
+            f"this row lacks {', '.join(missing)}, which a row of verl's dumps has"
+        )
     step, uid = int(held["step"]), held.get("uid")
     group, *place = str(uid).rsplit("_", 2)
     if len(place) == 2 and all(number.isdigit() for number in place):

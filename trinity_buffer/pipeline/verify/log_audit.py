@@ -420,9 +420,9 @@ class LogAudit:
     def _wrong(self, check: str, position: int, what: str) -> None:
         self.problems.append(Problem(check, f"position {position}", what))
 
-    def _note(self, check: str, position: int, trainer: TrainerAudit, wrong: Iterable[str]) -> None:
+    def _note(self, check: str, position: int, trainer: str, wrong: Iterable[str]) -> None:
         """Note what is wrong at a position of a trainer."""
-        where = f"position {position} (trainer {trainer.name!r})"
+        where = f"position {position} (trainer {trainer!r})"
         self.problems += (Problem(check, where, what) for what in wrong)
 
     def _follow(self, stored: StoredEvent) -> None:
@@ -470,25 +470,26 @@ class LogAudit:
             case events.ExperiencesRejected():
                 self._rejected(position, fact)
             case events.BatchLeased():
-                trainer = self._trainer(fact.consumer)
-                self._note("manifests", position, trainer, self._unlike_annotations(fact))
-                self._note("manifests", position, trainer, trainer.leased(position, fact))
+                # First: it needs no trainer, which may never have been registered.
+                self._note("manifests", position, fact.consumer, self._unlike_annotations(fact))
+                leased = self._trainer(fact.consumer).leased(position, fact)
+                self._note("manifests", position, fact.consumer, leased)
             case events.StepDealt():
                 trainer = self._trainer(fact.consumer)
                 dealt = trainer.dealt(position, fact, self.lease_at)
-                self._note("manifests", position, trainer, dealt)
+                self._note("manifests", position, trainer.name, dealt)
             case events.RanksAssembled():
                 self._trainer(fact.consumer).assembled(fact)
             case events.StepsCommitted():
                 trainer = self._trainer(fact.consumer)
-                self._note("commits", position, trainer, trainer.committed(position, fact))
+                self._note("commits", position, trainer.name, trainer.committed(position, fact))
             case events.StepMeasured():
                 self.segments[fact.segment] = position
                 trainer = self._trainer(fact.consumer)
-                self._note("commits", position, trainer, trainer.measured(fact))
+                self._note("commits", position, trainer.name, trainer.measured(fact))
             case events.TrainerRewound():
                 trainer = self._trainer(fact.consumer)
-                self._note("commits", position, trainer, trainer.rewound(fact))
+                self._note("commits", position, trainer.name, trainer.rewound(fact))
             case events.RewardsAssigned():
                 self._scores[fact.scoring].append(packed(fact.experiences))
             case events.SegmentsArchived():
@@ -604,7 +605,7 @@ class LogAudit:
         for trainer in (*self.trainers.values(), *self._guests.values()):
             rows = self._strategies.get(trainer.annotation_set, _Strategy()).rows()
             for position, what in trainer.finish(rows, self._rejected_by(trainer.name)):
-                self._note("conservation", position, trainer, [what])
+                self._note("conservation", position, trainer.name, [what])
         recorded = together(map(unpacked, self._recorded.values()))
         for name, strategy in sorted(self._strategies.items()):
             decided = strategy.all_decided()
