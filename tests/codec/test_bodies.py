@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import subprocess
+import sys
 from datetime import date
 from decimal import Decimal
 
@@ -93,3 +95,44 @@ def test_a_newer_body_says_upgrade(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_is_no_body_is_a_codec_error(blob: bytes) -> None:
     with pytest.raises(CodecError):
         decode_body("BatchSealed", blob)
+
+
+AT_ONCE = """
+import sys, threading
+from trinity_buffer.codec import objects
+from trinity_buffer.events import ExperienceColumns, ExperiencesRecorded, kind_of
+
+columns = ExperienceColumns(**{name: [] for name in ExperienceColumns.__struct_fields__})
+fact = ExperiencesRecorded(segment=b"k" * 16, families={}, columns=columns, refused={})
+body = objects.new_event(fact).encoded
+halfway, ended = threading.Event(), threading.Event()
+looks = []
+
+def pause(frame, event, _):
+    # msgspec looks at the event first, and within it at its columns.
+    if event == "call" and frame.f_code.co_name == "get_class_annotations":
+        looks.append(frame)
+        if len(looks) == 2:
+            halfway.set()
+            ended.wait(0.5)
+
+def first():
+    sys.setprofile(pause)
+    objects.decode_fact(kind_of(fact), body)
+
+def second():
+    halfway.wait()
+    objects.decode_fact(kind_of(fact), body)
+    ended.set()
+
+threads = [threading.Thread(target=run) for run in (first, second)]
+for thread in threads:
+    thread.start()
+for thread in threads:
+    thread.join()
+assert len(looks) >= 2, looks
+"""
+
+
+def test_two_threads_may_decode_the_first_event_of_a_kind_at_once() -> None:
+    subprocess.run([sys.executable, "-c", AT_ONCE], check=True)

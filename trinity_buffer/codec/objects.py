@@ -10,6 +10,7 @@ The body of an event is a map with the version of its kind; old versions are upc
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
@@ -310,9 +311,15 @@ _OPEN = ("config", "changes", "environment", "metrics")
 """Fields of events that hold values of any type."""
 
 
+_LOOKING = threading.Lock()
+
+
 @cache
 def _decoder(kind: type[events.Recorded]) -> msgspec.msgpack.Decoder[events.Recorded]:
-    return msgspec.msgpack.Decoder(kind, ext_hook=partial(_extension, None, MAX_DEPTH))
+    # One at a time. For its first decoder msgspec looks at the fields of a class; another thread
+    # that decodes meanwhile finds some of them without a type, which crashes the process.
+    with _LOOKING:
+        return msgspec.msgpack.Decoder(kind, ext_hook=partial(_extension, None, MAX_DEPTH))
 
 
 def new_event(fact: events.Recorded) -> events.NewEvent:
@@ -346,9 +353,10 @@ def decode_fact(kind: str, blob: Buffer) -> events.Fact:
     cls = events.KINDS.get(kind)
     if cls is None:
         return events.UnknownEvent(kind=kind, body=decode_body(kind, blob))
+    decoder = _decoder(cls)  # before `convert` too, which looks at the class as it does
     if _VERSION_KEY in bytes(blob[:_LONGEST_HEAD]):
         try:
-            return _decoder(cls).decode(blob)
+            return decoder.decode(blob)
         except (msgspec.DecodeError, CodecError, ValueError, TypeError, RecursionError):
             pass  # of another version, with a text that is no UTF-8, or damaged
     try:

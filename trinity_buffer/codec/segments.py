@@ -313,6 +313,10 @@ class _Header(msgspec.Struct):
     aliases: dict[str, str]
 
 
+# msgspec looks at the class now, while no other thread can: see `objects._decoder`.
+msgspec.msgpack.Decoder(_Header)
+
+
 def _damaged(what: str) -> CodecError:
     return CodecError(f"a segment cannot be read: {what}; it is damaged, or was not written by us")
 
