@@ -136,3 +136,24 @@ assert len(looks) >= 2, looks
 
 def test_two_threads_may_decode_the_first_event_of_a_kind_at_once() -> None:
     subprocess.run([sys.executable, "-c", AT_ONCE], check=True)
+
+
+BEFORE = """
+import sys
+from trinity_buffer.codec.segments import decode_segment, encode_segment
+
+looks = []
+
+def look(frame, event, _):
+    if event == "call" and frame.f_code.co_name == "get_class_annotations":
+        looks.append(frame)
+
+blob = encode_segment([], {}, 0)
+sys.setprofile(look)
+decode_segment(blob)
+assert not looks
+"""
+
+
+def test_the_header_of_a_segment_is_known_before_any_thread_decodes_one() -> None:
+    subprocess.run([sys.executable, "-c", BEFORE], check=True)
