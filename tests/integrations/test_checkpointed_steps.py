@@ -9,6 +9,7 @@ import pytest
 
 from tests.planted_faults.scenes import opened
 from tests.trainer.test_damaged_steps import THIRD_TASK, filled, harmed, left
+from trinity_buffer.errors import CheckpointError
 from trinity_buffer.integrations.checkpointed_steps import checkpointed_steps
 
 ONE: dict[str, Any] = {"strategy": "grpo", "groups_per_step": 1, "damaged_rows": "drop"}
@@ -55,3 +56,14 @@ async def test_what_the_weights_saw_before_it_was_damaged_counts_as_seen(
         assert ((await steps.take()).step, steps.newest) == (4, 4)
         await steps.commit(3, weights_of(tmp_path, 3))
         assert await experiment.committed_step() == 3
+
+
+async def test_steps_that_were_never_handed_out_are_in_no_weights(store_url: str) -> None:
+    await filled(store_url)
+    await left(store_url, 1, groups_per_step=1)  # another one may be made ahead
+    async with opened(store_url) as experiment:
+        with pytest.raises(CheckpointError, match=r"trained 3 .* was handed [12]: n"):
+            async with checkpointed_steps(experiment, 3, **ONE):
+                pass  # pragma: no cover - it is refused
+        async with checkpointed_steps(experiment, 1, **ONE) as steps:
+            assert (await steps.take()).step == 2

@@ -207,6 +207,16 @@ async def published(url: str) -> list[str]:
         return [e.body["uri"] async for e in experiment.events(kinds=["PolicyPublished"])]
 
 
+def test_groups_stay_whole_where_rows_are_sorted_by_length(slime: Any, tmp_path: Path) -> None:
+    given = [group(number) for number in range(PER_STEP)]
+    chosen = args(tmp_path)
+    chosen.store_options["tokens_per_microbatch"] = 12
+    source = slime.StoreDataSource(chosen)
+    source.add_samples(given)
+    assert source.get_samples(PER_STEP) == given
+    source.close()
+
+
 def test_a_rollout_of_which_every_row_was_dropped_is_passed_over(
     slime: Any, tmp_path: Path
 ) -> None:

@@ -17,7 +17,7 @@ from trinity_buffer.pipeline.sync_stream import LoopThread
 from trinity_buffer.pipeline.train.step import TrainStep
 from trinity_buffer.pipeline.train.stream import TrainStream
 from trinity_buffer.sampling import sampled
-from trinity_buffer.store import trainer_queries
+from trinity_buffer.store import trainer_queries, writer_queries
 
 
 @dataclass(slots=True)
@@ -76,13 +76,22 @@ async def checkpointed_steps(
     """Yield the steps after the first ``trained``, which the weights went through.
 
     Raises:
-        CheckpointError: the weights have seen nothing of what was committed.
+        CheckpointError: the weights have seen nothing of what was committed, or steps that were
+            never handed out.
     """
     consumer = str(options.get("consumer", "trainer"))
-    committed = await experiment.committed_step(consumer)
+    read, key = experiment.database.read, experiment.key
+    row = await read(writer_queries.consumer_row, key, consumer)
+    committed, leased = (0, 0) if row is None else (row.committed_step, row.leased_step)
     # Before the stream is open: what it drops now, the weights may have seen.
-    read = experiment.database.read
-    seen = await read(trainer_queries.step_with_rows, experiment.key, consumer, trained)
+    seen = await read(trainer_queries.step_with_rows, key, consumer, trained)
+    if seen > leased:  # rows that no weights have seen would be taken for those
+        raise CheckpointError(
+            f"the trainer has trained {trained} steps already, and of experiment "
+            f"{experiment.name!r} {consumer!r} was handed {leased}: name the experiment, and the "
+            "consumer=, that they were of; or let the trainer count from step 1, with these "
+            "weights as the model that it begins with"
+        )
     if committed > seen:
         if not trained:
             raise CheckpointError(
@@ -128,8 +137,10 @@ class StoreThread:
         return self.steps
 
     def rows_of(self, step: TrainStep) -> list[Experience]:
-        """Return the rows of a step."""
-        return self.portal.call(experiences_of, self.experiment, step.manifest)
+        """Return the rows of a step, group after group: micro-batches may sort them by length."""
+        rows = self.portal.call(experiences_of, self.experiment, step.manifest)
+        places = sorted(range(len(rows)), key=step.manifest.annotations.__getitem__)
+        return [rows[place] for place in places]
 
     def close(self) -> None:
         """Release the lease; a trainer that is killed loses it after ``lease_ttl_s``."""
