@@ -2,7 +2,8 @@
 
 A unit is what a strategy decides at once, a group or several. It is ready once its runs are stored
 (as many as planned, else ``rollouts_per_group``), its batch is sealed or its time is over
-(`grouping`).
+(`grouping`). Of a whole batch without a plan more groups may come: it waits for its seal, or its
+time.
 
 What is decided, its annotations and the cursor are one transaction. After a crash before it, the
 next process reads the same rows, with what their groups got since, and calls the strategy again:
@@ -91,7 +92,8 @@ class Standby:
     async def is_over(self) -> bool:
         """Return whether the holder has decided all that was stored and ready at the first call.
 
-        Rows of incomplete groups do not count: their runs may never come.
+        Rows of incomplete groups do not count, as their runs may never come, unless a seal or a
+        deadline has closed the group since then.
         Reading undecided units is expensive: it happens only when the holder's cursor has passed
         the last experience, or has stopped moving.
         """
@@ -195,7 +197,8 @@ class StrategyConsumer:
         database, key = experiment.database, experiment.key
         self._presence = waiting.Presence(database, key, "strategy", self.name)
         # Several trainers share the set `recorded`, and may decide at once. Of two commits that
-        # decide the same row the fold refuses the second, whose trainer goes on from what is left.
+        # decide the same row, or the same unit without rows, the fold refuses the second, whose
+        # trainer goes on from what is left.
         ttl_s = float(experiment.config.get("lease_ttl_s") or TTL_S)
         self._lease = StrategyLease(database, key, self.name, ttl_s, alone=not speaks)
         self.has_read_all = False  # up to the head at the last read
@@ -282,6 +285,7 @@ class StrategyConsumer:
         database, key = self.experiment.database, self.experiment.key
         if (row := await database.read(writer_queries.consumer_row, key, self.name)) is None:
             fact = ConsumerRegistered(consumer=self.name, kind="strategy", config=self.config)
+            # It looks again under the lock, and returns the row of a process that was quicker.
             row = await database.write(writer_queries.registered, key, self.name, new_event(fact))
         if row.kind != "strategy":
             raise errors.ConflictingStrategyError(
@@ -331,6 +335,7 @@ class StrategyConsumer:
         database = self.experiment.database
         self._staged.groups.clear()
         self._staged.rejections.clear()
+        # It forgets all groups: what was taken and not committed comes again from the store.
         self._calls = (await database.read_session(self._reader.load)).calls
         ending = not follow
         while self._lease.is_held:
@@ -569,6 +574,7 @@ class StrategyConsumer:
         if not events:
             return
 
+        # Where a server is lost, this alone is run again: it changes nothing in memory.
         def commit(tx: Transaction) -> None:
             database.segments.attach(tx, segment_rows)
             # Locks, and raises unless we own the lease: if it is lost later, that cannot matter.

@@ -150,6 +150,7 @@ class Lease:
         if held != seen and (held is None or held[0] != self.owner):
             return False
         ttl_us = int(self.ttl_s * 1e6)
+        # Above the trainer's tokens in the log too, so that it fences if the table was lost.
         self.token = leases.acquire(tx, *self.of, owner=self.owner, now_us=now_us(), ttl_us=ttl_us)
         return True
 
@@ -171,7 +172,8 @@ class Lease:
         Raises:
             LeaseLostError: another took it.
         """
-        # An expired lease still counts as held, unless another process has taken it since.
+        # An expired lease still counts as held, unless another process has taken it since; so does
+        # one whose row is gone, as long as no event has a newer token.
         return leases.require(tx, *self.of, token=self.token)
 
     async def release(self) -> None:
@@ -334,6 +336,8 @@ class TrainerLease(Lease):
         to = self.experiment if experiment is None else experiment
         for key in sorted({to, self.experiment}):  # locks, always in one order
             tx.lock(key)
+        # Who had the lease meanwhile, and neither handed out nor committed a step, is passed over:
+        # no event has its token. If it went back to an earlier step, `last` shows that.
         last, end = self.standing(tx)
         if committed not in (None, last):  # by a call that was cancelled, and went on all the same
             raise errors.StoreError(
@@ -388,6 +392,7 @@ async def hold_lease(
     lease = TrainerLease(database, experiment, consumer, ttl_s)
     try:
         await lease.acquire(wait=wait)
+        # A lost lease does not end the body: who delivers or commits the next step raises it.
         async with waiting.task_group(lease.keep, lease.presence.keep):
             yield lease
     finally:

@@ -80,7 +80,8 @@ _logger = logging.getLogger(__name__)
 class TrainStream(CommitDoor[Coroutine[Any, Any, None]]):
     """An open stream; iterate over it asynchronously. Made by `open_async_train_stream`.
 
-    `CommitDoor.commit` in ``train/step.py`` is what trainers call; `record` carries it out.
+    `CommitDoor.commit` in ``train/step.py`` is what trainers call: it checks its arguments, and
+    returns the coroutine of `record`, which carries it out.
 
     Args:
         experiment: the trainer's own experiment.
@@ -342,6 +343,7 @@ class LeadingStream(TrainStream):
         dropped = await rows_to_drop(self.experiment, self._expert, options)
         start = partial(self._sampler.start, dropped=dropped, steps=leased)
         leased = await self._database.session(start)
+        # However long the others take: they may start at any time. It says whom it waits for.
         await self._ranks.assemble(self.lease, row.committed_step)
         self._leased = leased
 
@@ -354,6 +356,7 @@ class LeadingStream(TrainStream):
             await self._begin()
         async with self._works(self._gather):
             for row in self._leased or ():
+                # For `prefetch` steps beyond those asked for; those the trainer has do not count.
                 await self.queue.room()
                 self.queue.put(await self._leased_step(row))
             await self.queue.room()
@@ -394,6 +397,7 @@ class LeadingStream(TrainStream):
             made, finished = await session(partial(self._make, partial_ok=ending))
             if finished and not ending:  # one more pass: rows may precede the end
                 reading = key in recorders or not all(c.has_read_all for c in recorders.values())
+                # By its heartbeats, not by its lease: one that stands by would go on.
                 ending = not (reading or await read(diagnosis.is_being_decided, key, name))
                 if ending:
                     made, _ = await session(partial(self._make, partial_ok=True))
@@ -491,6 +495,7 @@ class LeadingStream(TrainStream):
         name, steps = self.options.consumer, [of.manifest.step for of in delivered]
         rows = [[of.rows] for of in delivered]
         if self.options.world_size > 1:
+            # Whether a rank on another machine lives it cannot know: it waits, and says so.
             rows = await self._ranks.all_parts(delivered, self.lease)
         checkpoint, published, skipped = request.checkpoint, request.policy, request.skipped
         known = dict(request.digests)  # checkpoint and policy may share files
@@ -587,6 +592,7 @@ class FollowingStream(TrainStream):
                     self._next_step = row.step + 1
                     self.queue.put(step)
                 if not leased:
+                    # Raises if rank 0 is gone or started again; else a commit finds out.
                     await self._ranks.wait_for_news(state)
 
     @override
@@ -597,6 +603,7 @@ class FollowingStream(TrainStream):
             LeaseLostError: the ranks assembled anew without this one.
         """
         del request
+        # Not when rank 0 has committed: until a restart `_committed` may be ahead of the log.
         await self._ranks.part_done(step.step, [of.rows for of in delivered])
 
 

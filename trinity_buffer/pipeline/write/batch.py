@@ -449,6 +449,7 @@ class WriteCall:
                 for call in calls:
                     call.uids = call.uids or list(islice(left, len(call.experiences)))
                 return [self._as_events(batches, calls)]
+        # Each once more by its columns: only a call that fails alone is searched row by row.
         if others:
             return [write for call in calls for write in call.prepare()]
         try:
@@ -482,6 +483,7 @@ class WriteCall:
                 sampling=batch.sampling,
             )
             events.append(new_event(fact))
+            # This only computes checksums: blobs that are never attached leave nothing behind.
             segments += self.store.put(key, batch.families)
         # Rows keep the order of the calls, so each call takes its digests from the front.
         digests = chain.from_iterable(batch.meta.digest for batch in batches)

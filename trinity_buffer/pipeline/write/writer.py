@@ -176,7 +176,8 @@ class GroupCommit:
             await self.database.session(partial(self._write, calls, writes))
         except _OF_THE_STORE as error:
             # Tried again below already, for the busy timeout or reconnect_s: the queued calls have
-            # waited as long.
+            # waited as long. A server that was lost during its commit may have stored the rows:
+            # a caller that writes them again is told that they are duplicates.
             refused = [*calls, *self._ahead, *self._waiting]
             self._ahead = []
             self._waiting.clear()
@@ -223,6 +224,7 @@ class GroupCommit:
         ends: list[Place] = []
         for experiment, same in groupby(writes, key=lambda write: write.calls[0].experiment):
             mine = list(same)
+            # Until the transaction ends. SQLite has locked the whole database at its beginning.
             tx.lock(experiment)
             open_batches = sorted(set[str]().union(*(write.open_batches for write in mine)))
             # Rows that are stored already, the unique index tells, at the insert.
