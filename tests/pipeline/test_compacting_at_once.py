@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from functools import partial
 from pathlib import Path
 from threading import Thread
 from typing import Any
@@ -69,6 +70,33 @@ async def test_what_was_archived_meanwhile_is_told(
             with pytest.raises(StoreError, match="another process has compacted"):
                 await compact(experiment, keep_steps=0, archive=tmp_path)
         assert (await verify(experiment)).problems == ()
+
+
+async def test_what_a_trainer_goes_back_to_meanwhile_stays(store_url: str) -> None:
+    async def go_back() -> None:
+        async with open_store(store_url) as other:
+            experiment = await other.experiment("x")
+            async with experiment.train_stream(strategy="grpo", resume_from=0):
+                pass
+
+    trainers = [Thread(target=anyio.run, args=(go_back,))]
+
+    def after_the_first_file(*_: object) -> None:
+        while trainers:
+            trainer = trainers.pop()
+            trainer.start()
+            trainer.join()
+
+    async with open_store(store_url) as store:
+        experiment = await store.experiment("x", config={})
+        await trained(experiment, steps=4)
+        delete = partial(compact, experiment, keep_steps=0, archive=None, delete=True)
+        with resized(rows_per_file=2), pytest.raises(StoreError, match="began, or went back"):
+            await delete(progress=after_the_first_file)
+        assert not trainers
+        for task in range(1, 4):
+            assert len([row async for row in experiment.read(task=task)]) == 2
+        assert (await delete()).segments == 0
 
 
 async def test_what_leaves_while_it_is_verified_is_not_missing(

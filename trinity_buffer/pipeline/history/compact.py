@@ -34,6 +34,7 @@ from trinity_buffer.pipeline.verify.segments import bytes_of, sound_family
 from trinity_buffer.store import log, segments
 from trinity_buffer.store.rows import position_of
 from trinity_buffer.store.segments import SegmentRow, SegmentStore
+from trinity_buffer.store.trainer_queries import Reader
 from trinity_buffer.store.transaction import SegmentParts, Transaction
 
 Recorded = tuple[int, events.ExperiencesRecorded]
@@ -79,6 +80,7 @@ async def compact(
 
     Raises:
         InvalidArgumentError: neither ``archive`` nor ``delete``, or pyarrow is not installed.
+        StoreError: others compact, or a trainer begins or goes back, at the same time.
     """
     if (archive is None) == (not delete):
         raise InvalidArgumentError(
@@ -89,14 +91,19 @@ async def compact(
         raise InvalidArgumentError(f"keep_steps={keep_steps}: it must not be negative")
     if archive is not None:
         require_pyarrow()
-    return await _Compaction(experiment, archive, actor, progress).run(keep_steps)
+    return await _Compaction(experiment, archive, actor, progress, keep_steps).run()
 
 
 class _Compaction:
     """One run of `compact`."""
 
     def __init__(
-        self, experiment: Experiment, archive: Path | None, actor: str, progress: Progress
+        self,
+        experiment: Experiment,
+        archive: Path | None,
+        actor: str,
+        progress: Progress,
+        keep_steps: int,
     ) -> None:
         self._experiment = experiment
         self._database = experiment.database
@@ -105,11 +112,14 @@ class _Compaction:
         self._progress = progress
         self._segments = self._bytes = self._damaged = 0
         self._files: list[str] = []
+        self._keep_steps = keep_steps
+        self._horizons: dict[tuple[Reader, str], int] = {}
 
-    async def run(self, keep_steps: int) -> CompactionReport:
+    async def run(self) -> CompactionReport:
         """Look at one page of segments after the other."""
         key, read = self._experiment.key, self._database.read
-        needs = await read(segments.needs_of, key, keep_steps=keep_steps)
+        needs = await read(segments.needs_of, key, keep_steps=self._keep_steps)
+        self._horizons = {need[:2]: need.horizon for need in needs}
         head = await read(log.head, key)
         after, limit = -1, sizes.segments_per_page
         while held := await read(segments.held_segments, key, after=after, limit=limit):
@@ -169,6 +179,12 @@ class _Compaction:
         # Under the lock: of two that compact at once, the second must not name a second file.
         if segments.archived_at(tx, keys):
             raise StoreError("another process has compacted some of these segments: run it again")
+        for need in segments.needs_of(tx, key, keep_steps=self._keep_steps):
+            if need.horizon < self._horizons.get(need[:2], need.horizon + 1):
+                raise StoreError(
+                    f"trainer {need.reader.name!r} began, or went back, and may need some of these "
+                    "segments: run it again"
+                )
         log.append(tx, key, [(self._actor, event)])
         self._database.segments.delete(tx, keys)
 
