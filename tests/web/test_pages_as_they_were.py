@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html
 import re
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractAsyncContextManager
 
 import pytest
@@ -72,3 +73,10 @@ def test_a_position_is_opened_once_for_pages_that_follow_one_another(
             assert answer.status_code == 200
             assert f"at position {position} of the log" in answer.text
     assert opened == [5, 6, 7, 8, 9, 6]
+
+
+def test_pages_of_many_positions_may_be_asked_for_at_once(client: TestClient) -> None:
+    with ThreadPoolExecutor(24) as browsers:
+        for _ in range(4):
+            paths = [f"/sort/@{position}/" for position in range(3, 27)]
+            assert {answer.status_code for answer in browsers.map(client.get, paths)} == {200}

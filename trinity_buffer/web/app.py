@@ -275,8 +275,9 @@ class _Earlier:
                     raise
 
     async def _close(self, *keys: tuple[str, int]) -> None:
-        for key in keys:
-            await self._opened.pop(key).stack.aclose()
+        # All at once: another page may want to close the same ones meanwhile.
+        for opened in [self._opened.pop(key) for key in keys]:
+            await opened.stack.aclose()
 
 
 def _page(view: View) -> Any:
