@@ -6,6 +6,7 @@ Importing this module loads no torch.
 from __future__ import annotations
 
 import gc
+import uuid
 from collections.abc import Callable, Iterator
 from contextlib import aclosing, closing, contextmanager
 from dataclasses import asdict
@@ -89,7 +90,8 @@ async def export(
 @contextmanager
 def _written(path: Path, schema: Any) -> Iterator[Callable[[Any], None]]:
     """Yield a function that writes a batch; the file gets its name once it is complete."""
-    partial = path.with_name(f"{path.name}.writing")
+    # Another export may write to the same name at the same time.
+    partial = path.with_name(f"{uuid.uuid4().hex}.writing")
     try:
         if path.suffix == ".parquet":
             parquet = extra("pyarrow.parquet", "parquet")
