@@ -138,9 +138,9 @@ def parse_uid(uid: str) -> EID:
     """
     batch, _, rest = uid.partition("/")
     parts = rest.rsplit("/", 3)
-    if len(parts) == 3 and parts[2].isdigit():
+    if len(parts) == 3 and parts[2].isdecimal():
         parts.append("")
-    if len(parts) != 4 or not (parts[1].isdigit() and parts[2].isdigit()):
+    if len(parts) != 4 or not (parts[1].isdecimal() and parts[2].isdecimal()):
         raise InvalidArgumentError(
             f"{uid!r} is not a uid; a uid is batch/task/run/step/suffix, such as 'e0-7/3/1/0/'"
         )

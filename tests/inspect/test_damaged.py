@@ -17,6 +17,7 @@ from tests.cli.conftest import cli  # noqa: F401 - a fixture
 from tests.handles import Transaction
 from tests.pipeline.edits import rows_of
 from tests.pipeline.planting import unguarded
+from tests.raw_store import sql
 from tests.sample_run import RUNS, record_sample_run
 from trinity_buffer.codec.objects import decode_body
 from trinity_buffer.errors import CodecError, DamagedSegmentError
@@ -228,3 +229,21 @@ async def test_a_commit_that_is_damaged_costs_groups_and_an_export_nothing(
             await steps(source)
     assert "trained in step 2 of trainer" in shown
     assert 2 in {row["trained_step"] for row in rows if row["state"] == "committed"}
+
+
+@pytest.mark.parametrize("time", [1 << 62, "nine"])
+@pytest.mark.parametrize("command", ["stats", "events", "top", "report"])
+def test_a_time_that_is_none_is_shown_as_unknown(
+    cli: Cli,  # noqa: F811
+    sqlite_url: str,
+    tmp_path: Path,
+    command: str,
+    time: int | str,
+) -> None:
+    """As one flipped bit makes it; `verify` names the event."""
+    anyio.run(record_sample_run, sqlite_url, tmp_path / "run")
+    change = sql("UPDATE event SET recorded_at = :time WHERE position = 27", time=time)
+    anyio.run(partial(unguarded, sqlite_url, change, chained=False))
+    words = {"top": ("--once",), "report": ("-o", tmp_path / "page.html")}.get(command, ())
+    ended = cli(command, *words, "--store", sqlite_url)
+    assert ended.code == 0, ended.err

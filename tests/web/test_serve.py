@@ -277,6 +277,7 @@ def test_every_answer_forbids_foreign_and_inline_scripts(client: TestClient) -> 
         ("/sort/steps/x", 400, "a whole number"),
         ("/sort/steps?after=99999999999", 400, "a whole number"),
         ("/sort/rollout?uid=none", 400, "is not a uid"),
+        ("/sort/rollout?uid=b0/0/%C2%B2/0/", 400, "is not a uid"),
         ("/sort/rejected?by=nobody", 404, "no strategy or trainer"),
         ("/sort/search?text=%00", 400, "NUL"),
     ],

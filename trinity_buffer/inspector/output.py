@@ -35,4 +35,7 @@ def time_of(seconds: float | None, unknown: str = "-") -> str:
     """Return seconds since 1970 as a date and time in UTC."""
     if seconds is None:
         return unknown
-    return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%d %H:%M:%S")
+    try:
+        return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%d %H:%M:%S")
+    except (OverflowError, ValueError):  # a flipped bit makes such a time, and `verify` names it
+        return unknown

@@ -226,7 +226,7 @@ _AT = Statement(f"{_STORED} AND position IN INTS(:positions) ORDER BY position")
 def recorded_at(tx: Transaction, experiment: int, positions: Sequence[int]) -> dict[int, int]:
     """Return position -> when its event was recorded, in microseconds since 1970."""
     rows = _RECORDED_AT.fetch_all(tx, of=experiment, positions=positions)
-    return {int(position): int(at) for position, at in rows}
+    return {int(position): at if isinstance(at, int) else 0 for position, at in rows}
 
 
 _RECORDED_AT = Statement(f"SELECT position, recorded_at {_EVENTS} AND position IN INTS(:positions)")
