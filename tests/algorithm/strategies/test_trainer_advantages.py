@@ -105,6 +105,20 @@ def test_a_packed_batch_gives_the_same_as_a_padded_one(name: str) -> None:
     )
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.int64])
+@pytest.mark.parametrize("name", TRAINER)
+def test_columns_of_few_digits_have_advantages_of_many(name: str, dtype: torch.dtype) -> None:
+    columns = ("token_level_rewards", "values", "teacher_logprob")
+    rough = step()
+    rough |= {key: (8 * rough[key]).to(dtype) for key in columns}
+    exact = rough | {key: rough[key].float() for key in columns}
+    for batch in (rough, exact):
+        ADVANTAGE_FN.get(name)()(batch)
+    for key in ("advantages", "returns"):
+        assert rough[key].dtype == torch.float32
+        assert torch.equal(rough[key], exact[key])
+
+
 @pytest.mark.parametrize("name", TRAINER)
 def test_what_lies_outside_the_mask_does_not_matter(name: str) -> None:
     clean, _ = ADVANTAGE_FN.get(name)()(step())

@@ -64,8 +64,10 @@ class Rows:
         return self.raw(name).where(self.mask, 0.0)
 
     def raw(self, name: str) -> Tensor:
-        """Return the per-token column ``name``, shape ``(B, T)``, as it is."""
+        """Return the per-token column ``name``, shape ``(B, T)``, in at least float32."""
         column: Tensor = self.column(name)
+        # Values of a critic may have 16 bits, and rewards be whole numbers; results have not.
+        column = column.to(torch.promote_types(column.dtype, torch.float32))
         if self._lengths is None:
             return column
         # pad_sequence refuses an empty list, and a rank may have no rows in a step.
