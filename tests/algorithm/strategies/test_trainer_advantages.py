@@ -119,6 +119,25 @@ def test_columns_of_few_digits_have_advantages_of_many(name: str, dtype: torch.d
         assert torch.equal(rough[key], exact[key])
 
 
+@pytest.mark.parametrize("by_token", [False, True])
+@pytest.mark.parametrize("name", TRAINER)
+def test_rows_of_an_expert_do_not_matter_and_keep_their_mask(name: str, by_token: bool) -> None:
+    mixed, own = step(group_index=torch.tensor([0, 0, 1, 2])), slice(3)
+    of_rows = torch.tensor([False, False, False, True])
+    mask = mixed["action_mask"].clone()
+    mixed["expert_mask"] = of_rows.unsqueeze(-1).expand_as(mask) if by_token else of_rows
+    make: Any = ADVANTAGE_FN.get(name)
+    fn = make(mu=-1.0, max_frac=1.0) if name == "clipv" else make()
+    alone, _ = fn({key: value[own] for key, value in mixed.items()})
+    flat, _ = fn(packed(mixed))
+    fn(mixed)
+    for column in ("advantages", "returns", "action_mask"):
+        assert torch.equal(mixed[column][own], alone[column])
+        assert torch.allclose(packed(mixed)[column], flat[column], atol=1e-6)
+    assert not mixed["advantages"][3].any()
+    assert torch.equal(mixed["action_mask"][3], mask[3])
+
+
 @pytest.mark.parametrize("name", TRAINER)
 def test_what_lies_outside_the_mask_does_not_matter(name: str) -> None:
     clean, _ = ADVANTAGE_FN.get(name)()(step())

@@ -41,6 +41,7 @@ class ClipBAdvantageFn(GRPOAdvantageFn):
         far = (change.to(mean.dtype) - mean) < -self.mu * std
         # Good answers are never held: only what lowers a probability may be dropped.
         dropped = rows.mask & (advantages < 0) & far & (std >= token_scores.NEGLIGIBLE_STD)
+        trained = (rows.raw("action_mask") != 0) & ~dropped
         metrics = token_scores.clipped_fractions(dropped, advantages, rows)
         metrics |= {"ES": mean, "varS": variance}
-        return Result(advantages, advantages.clone(), metrics, rows.mask & ~dropped)
+        return Result(advantages, advantages.clone(), metrics, trained)

@@ -57,5 +57,6 @@ class ClipVAdvantageFn(GRPOAdvantageFn):
             ranked = excess.where(negative, -torch.inf).flatten()
             largest[ranked.topk(number).indices] = True
             dropped = (far & (advantages == 0)) | largest.view_as(far)
+        trained = (rows.raw("action_mask") != 0) & ~dropped
         metrics = token_scores.clipped_fractions(dropped, advantages, rows)
-        return Result(advantages, advantages.clone(), metrics | {"stdD": std}, rows.mask & ~dropped)
+        return Result(advantages, advantages.clone(), metrics | {"stdD": std}, trained)

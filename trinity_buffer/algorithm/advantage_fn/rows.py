@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
+from trinity_buffer.algorithm.functional import mask_of_rows
 from trinity_buffer.algorithm.group_scores import Over
 from trinity_buffer.errors import InvalidArgumentError
 
@@ -49,6 +50,9 @@ class Rows:
     Args:
         batch: under verl's names or ours, padded or packed, or verl's ``DataProto``.
         reduce: sums a tensor over data-parallel ranks.
+
+    Attributes:
+        mask: the action tokens of the policy itself, without those of an expert's rows.
     """
 
     def __init__(self, batch: Any, reduce: Callable[[Tensor], Tensor] | None = None) -> None:
@@ -58,6 +62,11 @@ class Rows:
         boundaries = self._batch.get("cu_seqlens")
         self._lengths: list[int] | None = None if boundaries is None else boundaries.diff().tolist()
         self.mask = self.raw("action_mask") != 0
+        expert = self._batch.get("expert_mask")
+        if expert is not None:  # the policy did not say these tokens
+            by_token = len(expert) != len(self.mask)  # packed
+            expert = self.raw("expert_mask") != 0 if by_token else expert
+            self.mask &= ~mask_of_rows(expert, self.mask)
 
     def __getitem__(self, name: str) -> Tensor:
         """Return the per-token column ``name``, shape ``(B, T)``, 0 where the mask is."""
