@@ -202,6 +202,14 @@ def reward_of(experience: Experience) -> float:
     return float(experience.reward)
 
 
+def number_of(value: Any) -> float:
+    """Return ``value``, which a grader recorded, as a float, or NaN."""
+    try:
+        return float(value)
+    except (OverflowError, RuntimeError, TypeError, ValueError):
+        return math.nan
+
+
 def likelihood_of(experience: Experience) -> float:
     """Return the mean of all recorded log-probabilities of the response.
 

@@ -63,8 +63,10 @@ async def test_the_outcome_may_be_in_info_and_the_reward_stands_in_for_it() -> N
     assert {e.eid.task for e in written(writer)} == {"info", "reward"}
 
 
-@pytest.mark.parametrize("outcome", [math.nan, math.inf])
-async def test_an_outcome_that_is_no_number_is_neither_success_nor_failure(outcome: float) -> None:
+@pytest.mark.parametrize(
+    "outcome", [math.nan, math.inf, "yes", [1.0], pytest.param(10**400, id="huge")]
+)
+async def test_an_outcome_that_is_no_number_is_neither_success_nor_failure(outcome: Any) -> None:
     writer = StagedWriter()
     await DynamicSamplingAddStrategy(writer).add(graded([outcome, 0], "broken", [1.0, 0.0]), 0)
     assert [why for _, why in rejected(writer)] == ["invalid: accuracy", "all_wrong"]

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -174,9 +175,11 @@ def test_gigpo_takes_step_rewards_where_there_are_some() -> None:
     assert scores(exps) == [1.0, 1.0, -1.0]
 
 
-def test_gigpo_names_a_broken_step_reward() -> None:
-    with pytest.raises(InvalidExperienceError, match=r"b/0/0/0/.*step_reward.*nan"):
-        GiGPOAdvantageFn().process([visit(0, 0, "a", step_reward=float("nan"))])
+@pytest.mark.parametrize("reward", [float("nan"), None, "a lot", [1.0]])
+def test_gigpo_names_a_broken_step_reward(reward: Any) -> None:
+    said = rf"b/0/0/0/.*step_reward.* is {re.escape(str(reward))}"
+    with pytest.raises(InvalidExperienceError, match=said):
+        GiGPOAdvantageFn().process([visit(0, 0, "a", step_reward=reward)])
 
 
 @pytest.mark.parametrize("name", PIPELINE)

@@ -82,7 +82,7 @@ class OutcomeGateAddStrategy(CountsOver, add_strategy.AddStrategy):
 
     def _metric(self, experience: Experience) -> float | None:
         outcome = experience.metrics.get(self.metric_key, experience.info.get(self.metric_key))
-        return None if outcome is None else float(outcome)
+        return None if outcome is None else annotating.number_of(outcome)
 
     def _reason(self, group: Sequence[Experience]) -> str | None:
         """Return why ``group`` is left out, or None."""

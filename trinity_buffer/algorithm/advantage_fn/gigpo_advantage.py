@@ -78,7 +78,9 @@ class GiGPOAdvantageFn(group_scores.Deviation, PipelineAdvantage):
         for runs in annotating.runs_by_task(exps).values():
             for steps in runs.values():
                 rewards = ((e, e.info.get(self.step_reward_key, 0.0)) for e in steps)
-                bad = next(((e, r) for e, r in rewards if not math.isfinite(r)), None)
+                bad = next(
+                    ((e, r) for e, r in rewards if not math.isfinite(annotating.number_of(r))), None
+                )
                 if bad is not None:
                     yield Problem(steps, bad[0], f"{self.step_reward_key} (a reward) is {bad[1]}")
 
