@@ -268,6 +268,23 @@ async def test_old_logprobs_are_left_to_the_trainer_on_request(sqlite_url: str) 
     assert microbatch["rollout_logprob"].any()
 
 
+async def test_what_is_changed_in_place_over_a_step_is_in_its_microbatches(sqlite_url: str) -> None:
+    async with open_store(sqlite_url) as store:
+        experiment = await recorded(store, "run", "experience", rollouts())
+        async with experiment.train_stream(strategy=None, tokens_per_microbatch=60) as stream:
+            step = await anext(stream)
+    before = [microbatch["token_level_rewards"].clone() for microbatch in step.microbatches]
+
+    def penalize(batch: dict[str, torch.Tensor], layout: object) -> dict[str, object]:
+        batch["token_level_rewards"] -= 0.5 * batch["action_mask"]
+        return {}
+
+    step.apply(penalize)
+    for microbatch, rewards in zip(step.microbatches, before, strict=True):
+        lowered = rewards - 0.5 * microbatch["action_mask"]
+        assert torch.equal(microbatch["token_level_rewards"], lowered)
+
+
 async def test_dropped_tokens_change_the_denominators(sqlite_url: str) -> None:
     async with open_store(sqlite_url) as store:
         experiment = await recorded(store, "run", "experience", rollouts())

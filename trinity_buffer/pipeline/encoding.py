@@ -397,6 +397,13 @@ _SCALED_DTYPES = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
 _BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
+def edits_of(value: Any) -> int:
+    """Return how often ``value`` was changed in place, if it is a tensor."""
+    if not isinstance(value, Tensor) or value.is_inference():  # torch counts none of those
+        return 0
+    return value._version  # noqa: SLF001 - the only count that torch keeps
+
+
 def encode_annotations(experiences: Sequence[Experience]) -> bytes:
     """Encode the advantages, returns and token-level rewards of ``experiences`` as one segment.
 

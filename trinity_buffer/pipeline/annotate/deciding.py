@@ -32,7 +32,7 @@ from trinity_buffer.experience import Experience
 from trinity_buffer.identity import storable
 from trinity_buffer.options import GroupingRules, renamed
 from trinity_buffer.pipeline.annotate.grouping import Group
-from trinity_buffer.pipeline.encoding import encode_annotations
+from trinity_buffer.pipeline.encoding import edits_of, encode_annotations
 from trinity_buffer.pipeline.handle import as_json
 from trinity_buffer.store.rows import MAX_ROWS_PER_EVENT, SLOT_BITS, ExperienceRow
 from trinity_buffer.store.segments import SegmentRow, SegmentStore, new_key
@@ -339,14 +339,7 @@ def fields_of(experience: Experience, over: Over) -> dict[str, tuple[Any, int]]:
         del fields["reward"]
     if (mask := fields["action_mask"]) is not None:
         fields["action_mask"] = mask.clone()
-    return {name: (value, _edits(value)) for name, value in fields.items()}
-
-
-def _edits(value: Any) -> int:
-    """Return how often ``value`` was changed in place, if it is a tensor."""
-    if not isinstance(value, Tensor) or value.is_inference():  # torch counts none of those
-        return 0
-    return value._version  # noqa: SLF001 - the only count that torch keeps
+    return {name: (value, edits_of(value)) for name, value in fields.items()}
 
 
 def _changed(before: Mapping[str, tuple[Any, int]], experience: Experience) -> set[str]:
@@ -354,7 +347,7 @@ def _changed(before: Mapping[str, tuple[Any, int]], experience: Experience) -> s
     changed = set[str]()
     for name, (value, edits) in before.items():
         after = experience.__dict__.get(name)
-        same: Any = after is value and _edits(after) == edits
+        same: Any = after is value and edits_of(after) == edits
         if isinstance(after, Tensor) and isinstance(value, Tensor) and after is not value:
             same = after.shape == value.shape and (after.cpu() == value).all()
         if not (same or (name == "reward" and after == value)):

@@ -37,7 +37,7 @@ from trinity_buffer.algorithm.layout import BatchLayout, Totals
 from trinity_buffer.codec.objects import new_event
 from trinity_buffer.codec.segments import Column, content_digest, encode_segment
 from trinity_buffer.errors import InvalidArgumentError
-from trinity_buffer.pipeline.encoding import columns_of
+from trinity_buffer.pipeline.encoding import columns_of, edits_of
 from trinity_buffer.pipeline.train.microbatch import MicroBatch
 from trinity_buffer.store.segments import SegmentRow, SegmentStore, new_key
 
@@ -123,8 +123,8 @@ class TrainStep:
     ) -> dict[str, Any]:
         """Let ``change(batch, layout)`` alter the step as one batch; return the metrics it returns.
 
-        Per-token tensors that it adds or replaces are put back into the micro-batches. A new action
-        mask also changes the denominators.
+        Per-token tensors that it adds, replaces or changes in place are put back into the
+        micro-batches. A new action mask also changes the denominators.
 
         Raises:
             InvalidArgumentError: one does not have the shape of the tokens.
@@ -132,10 +132,16 @@ class TrainStep:
         if not self.microbatches:
             return {}
         batch, layout = _joined(self.microbatches)
-        before = dict(batch)
+        before = {name: (value, edits_of(value)) for name, value in batch.items()}
         metrics = change(batch, layout)
         shape = batch["input_ids"].shape
-        names = [name for name, value in batch.items() if before.get(name) is not value]
+        names = [
+            name
+            for name, value in batch.items()
+            if (known := before.get(name)) is None
+            or known[0] is not value
+            or known[1] != edits_of(value)
+        ]
         for name in names:
             if batch[name].shape != shape:
                 raise InvalidArgumentError(
