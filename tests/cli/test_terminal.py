@@ -12,7 +12,7 @@ import anyio
 import pytest
 
 from tests.cli.calling import Cli, Ended
-from trinity_buffer import Experience, open_store
+from trinity_buffer import Experience, open_store, run_strategy
 from trinity_buffer.experience import EID
 
 ORDERS = "\x1b]52;c;aGk=\x07\x1b[2J\x9b31m\u202etxt\u2066\x7f"
@@ -88,3 +88,18 @@ def _texts(value: object) -> list[str]:
     if isinstance(value, dict):
         return [text for pair in value.items() for item in pair for text in _texts(item)]
     return [t for item in value for t in _texts(item)] if isinstance(value, list) else [str(value)]
+
+
+def test_names_in_brackets_are_shown_in_titles_and_headings(cli: Cli, new_sqlite_url: str) -> None:
+    async def write() -> None:
+        async with open_store(new_sqlite_url) as store:
+            experiment = await store.experiment("sort[v=2]", config={"rollouts_per_group": 1})
+            eid, said = EID("b", "t", 0, 0), {"tokens": [1, 2], "prompt_length": 1, "reward": 1.0}
+            await experiment.writer("e0").write([Experience(eid=eid, logprobs=[-0.1], **said)])
+            for number in (1, 2):
+                await run_strategy(experiment, "grpo", name=f"grpo[eps={number}]")
+
+    anyio.run(write)
+    told = cli("diff", "grpo[eps=1]", "grpo[eps=2]", "--store", new_sqlite_url).out
+    assert "grpo[eps=1] / grpo[eps=2]\n" in told
+    assert "sort[v=2]" in cli("top", "--once", "--store", new_sqlite_url).out

@@ -82,12 +82,13 @@ def print_json(*values: Any) -> None:
 
 def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> Table:
     """Return a table; columns of numbers are aligned to the right."""
+    title = escape(title)
     made = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False)
     for index, column in enumerate(columns):
         numbers = all(isinstance(row[index], int | float) or row[index] is None for row in rows)
         side: JustifyMethod = "right" if numbers and rows else "left"
         # A uid is for copying into the next command, so it must stay in one piece.
-        made.add_column(column, justify=side, no_wrap=column == "uid")
+        made.add_column(escape(column), justify=side, no_wrap=column == "uid")
     for row in rows:
         made.add_row(*(escape(shown(cell)) for cell in row))
     return made
