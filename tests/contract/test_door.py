@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import anyio
+import numpy as np
 import pytest
 import torch
 
@@ -110,6 +111,19 @@ async def test_what_cannot_be_read_back_is_refused_with_its_name(
         with pytest.raises(InvalidExperienceError, match=problem):
             await experiment.writer("e0").write([*group(), UNREADABLE[problem]()])
         assert await kinds(experiment) == ["ExperimentCreated"]
+
+
+@pytest.mark.parametrize("reward", [np.float64(0.5), np.float32(0.5), np.int64(1), np.True_])
+async def test_a_reward_that_is_assigned_may_be_a_number_of_numpy(
+    sqlite_url: str, reward: Any
+) -> None:
+    plain = reward.item()
+    async with opened(sqlite_url) as experiment:
+        await experiment.writer("e0").write([*group(), changed(reward=reward)])
+        again = await experiment.writer("e0").write([changed(reward=plain)])
+        read = [experience.reward async for experience in experiment.read(run=4)]
+        assert (again.duplicates, read, type(read[0])) == (1, [plain], type(plain))
+        assert (await verify(experiment)).ok
 
 
 @pytest.mark.parametrize("problem", [one for one in UNREADABLE if not one.startswith("eid")])

@@ -451,11 +451,7 @@ def content_digests(
     rows = len(kinds)
     firsts = list(zip([_DIGEST_VERSION] * rows, kinds, prompts, rewards, strict=True))
     # One list per field, with a piece for each row: the rows are joined at the end, in C.
-    try:
-        heads: list[Sequence[bytes]] = [list(map(ENCODER.encode, firsts))]
-    except TypeError:  # rewards of NumPy's types
-        packer = ObjectPacker(canonical=True)
-        heads = [packer.pack_all(list(map(list, firsts)), "reward")]
+    heads: list[Sequence[bytes]] = [list(map(ENCODER.encode, firsts))]
     buffers: list[Sequence[Buffer]] = []
     for part in content:
         if not isinstance(part, Column):

@@ -233,6 +233,10 @@ class RecordBatch:
         forms = {tuple(map(type, row)) for row in rows}
         kinds: Iterable[Iterable[type]] = zip(*forms, strict=True) if rows else [()] * len(_NAMES)
         self.kinds = dict(zip(_NAMES, map(frozenset, kinds), strict=True))
+        if any(issubclass(kind, np.generic) for kind in self.kinds["reward"]):
+            # Assigned after the experience was made; an event's body does not hold NumPy's numbers.
+            rewards = (r.item() if isinstance(r, np.generic) else r for r in self.values["reward"])
+            self.values["reward"] = tuple(rewards)
         self.addresses: tuple[tuple[Any, ...], ...] = ((),) * 5
         if experiences and all(issubclass(kind, EID) for kind in self.kinds["eid"]):
             self.addresses = tuple(zip(*map(_address, self.values["eid"]), strict=True))
