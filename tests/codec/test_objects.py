@@ -5,7 +5,7 @@ import sys
 from collections import OrderedDict, namedtuple
 from collections.abc import Callable
 from datetime import UTC, datetime
-from enum import IntEnum
+from enum import Enum, IntEnum
 from typing import Any
 
 import msgpack
@@ -97,9 +97,14 @@ def test_subclasses_come_back_as_their_base() -> None:
     class Colour(IntEnum):
         RED = 1
 
+    class Role(str, Enum):  # noqa: UP042 - as agents write it: of a StrEnum, str() is the value
+        USER = "user"
+
     Pair = namedtuple("Pair", "a b")
     value = {"o": OrderedDict(x=1), "c": Colour.RED, "p": Pair(1, 2), "s": np.str_("s")}
-    assert same(unpack_object(packed(value)), {"o": {"x": 1}, "c": 1, "p": (1, 2), "s": "s"})
+    value["r"] = Role.USER
+    plain = {"o": {"x": 1}, "c": 1, "p": (1, 2), "s": "s", "r": "user"}
+    assert same(unpack_object(packed(value)), plain)
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import warnings
 from collections.abc import Callable
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -123,6 +124,17 @@ async def test_a_reward_that_is_assigned_may_be_a_number_of_numpy(
         again = await experiment.writer("e0").write([changed(reward=plain)])
         read = [experience.reward async for experience in experiment.read(run=4)]
         assert (again.duplicates, read, type(read[0])) == (1, [plain], type(plain))
+        assert (await verify(experiment)).ok
+
+
+async def test_a_reason_to_finish_may_be_a_member_of_an_enum(sqlite_url: str) -> None:
+    class Reason(str, Enum):  # noqa: UP042 - of a StrEnum, str() is the value
+        LENGTH = "length"
+
+    async with opened(sqlite_url) as experiment:
+        await experiment.writer("e0").write([changed(info={"finish_reason": Reason.LENGTH})])
+        read = [one async for one in experiment.read(families=("tokens",))]
+        assert read[0].finish_reason == "length"
         assert (await verify(experiment)).ok
 
 

@@ -41,7 +41,7 @@ _DICT = frozenset({dict})
 _PLAIN = _DIRECT | {dict, list}
 _KEYS = _TEXT | {int}
 _DIRECT_LEVELS = 8  # deeper values are rare, and go the longer way
-_BASES: tuple[type, ...] = (int, float, str, bytes, list, tuple, dict)
+_BASES: tuple[type, ...] = (int, float, bytes, list, tuple, dict)
 
 # msgpack allocates a list as soon as its length is claimed, and claims may be nested a thousand
 # deep; up to this length that is bounded by 128 MB, beyond it the claims are added up first.
@@ -174,6 +174,8 @@ class ObjectPacker:
                     f"{most}"
                 )
             return msgpack.ExtType(_TENSOR, _packb([tensor.dtype, list(tensor.shape), tensor.data]))
+        if isinstance(value, str):
+            return str.__str__(value)  # str() of a member of an Enum is its name
         for base in _BASES:
             if isinstance(value, base):
                 return self._plain(base(value), place, depth)

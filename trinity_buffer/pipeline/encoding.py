@@ -343,7 +343,7 @@ class RecordBatch:
             *(*self.addresses, rewards),
             [None if version is None else int(version) for version in versions],
             *(prompts, lengths, responses, self._trained_tokens(), kinds),
-            [None if reason is None else str(reason) for reason in reasons],
+            [None if reason is None else str.__str__(reason) for reason in reasons],
             content_digests(kinds, prompts, rewards, content),
         )
         names = ExperienceColumns.__struct_fields__
