@@ -253,7 +253,9 @@ async def test_a_run_is_made_and_noted_with_the_weights_it_began_with(sqlite_url
                 # With max_staleness=0 nothing more is planned until these weights are loaded.
                 await experiment.publish_policy(1, "second")
             assert model.uri == used[-1]
-            return [experience(0.0), experience(1.0)]
+            made = [experience(0.0), experience(1.0)]
+            made[1].policy_version = None  # as a Completion of a LocalModel says
+            return made
 
         with anyio.fail_after(60):
             await tb.explore(

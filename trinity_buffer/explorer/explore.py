@@ -554,8 +554,8 @@ class _TaskListExplorer(_Explorer):
         made = [copy(e) for e in _listed(run, returned)]  # other runs may return the same ones
         for step, experience in enumerate(made):
             experience.eid = EID(run.batch, run.task, run.run, step)
-            if version is not None:
-                experience.info = {"model_version": version} | experience.info
+            if version is not None and experience.info.get("model_version") is None:
+                experience.info = experience.info | {"model_version": version}
         await self._doubt_versions(run, [e.info.get("model_version") for e in made], version)
         return made
 
