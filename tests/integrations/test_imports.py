@@ -492,10 +492,24 @@ def test_one_split_of_a_saved_data_set_is_imported(tmp_path: Path) -> None:
         rows_of(tmp_path / split / "data-0.arrow", [{"a": split}])
     with pytest.raises(InvalidArgumentError, match="the splits train, test: name one of them"):
         list(Rows("sft").of(tmp_path))
+    # Of a `map` over what was loaded from there.
+    rows_of(tmp_path / "train" / "cache-0123456789abcdef.arrow", [{"a": "mapped"}])
     assert [row.held for row in Rows("sft").of(tmp_path / "train")] == [{"a": "train"}]
     (tmp_path / "dataset_dict.json").write_text('{"splits": ["train"]}')
     shutil.rmtree(tmp_path / "test")
     assert [row.held for row in Rows("sft").of(tmp_path)] == [{"a": "train"}]
+
+
+@pytest.mark.parametrize(
+    "test", ["test-00000-of-00001.parquet", "validation/0.parquet", "dev.jsonl"]
+)
+def test_a_folder_with_files_to_test_on_is_refused(tmp_path: Path, test: str) -> None:
+    for name in ("train_a-0-of-2.parquet", "train_a-1-of-2.parquet", test):
+        rows_of(tmp_path / "data" / name, [{"a": name}])
+    with pytest.raises(InvalidArgumentError, match=r"the splits \w+, \w+: name a file"):
+        list(Rows("sft").of(tmp_path))
+    (tmp_path / "data" / test).unlink()
+    assert len(list(Rows("sft").of(tmp_path))) == 2
 
 
 def test_rows_of_a_file_without_lines_are_counted(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ A file is JSON, JSONL, Parquet, or what `save_to_disk` wrote; the user names the
 from __future__ import annotations
 
 import json
+import re
 from codecs import BOM_UTF8
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
@@ -137,6 +138,9 @@ def _values(path: Path) -> Iterator[tuple[str, Any]]:
             )
     if path.is_dir():
         files = [file for file in path.rglob("*") if file.suffix in READERS and file.is_file()]
+        # `map` and `filter` leave theirs beside those of `save_to_disk`.
+        files = [file for file in files if not file.match("cache-*.arrow")]
+        _require_one_split(path, files)
     elif path.suffix not in READERS:
         raise InvalidArgumentError(f"{path}: data sets end in {', '.join(READERS)} or are folders")
     # ``2.jsonl`` comes before ``10.jsonl``.
@@ -147,6 +151,20 @@ def _values(path: Path) -> Iterator[tuple[str, Any]]:
             raise
         except ValueError as error:  # not UTF-8, or no file that pyarrow reads
             raise InvalidArgumentError(f"{file}: it cannot be read ({error})") from None
+
+
+_SPLIT = re.compile(r"(train|test|valid|validation|val|dev|eval)(?![a-z])")
+"""How the names of files and folders of a split begin, as the Hub has them."""
+
+
+def _require_one_split(folder: Path, files: Iterable[Path]) -> None:
+    parts = {part for file in files for part in file.relative_to(folder).parts}
+    names = sorted({match[1] for part in parts if (match := _SPLIT.match(part))})
+    if "train" in names and len(names) > 1:
+        raise InvalidArgumentError(
+            f"{folder} holds files of the splits {', '.join(names)}: name a file, or a folder that "
+            "holds those of one split"
+        )
 
 
 def _lines(path: Path) -> Iterator[tuple[str, Any]]:
