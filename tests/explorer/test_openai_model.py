@@ -20,7 +20,11 @@ from tests.contract.making import group, opened
 from tests.explorer.vllm_dialect import VLLM, served
 from trinity_buffer import run_strategy
 from trinity_buffer.demo.tiny_model import make_tiny_model
-from trinity_buffer.errors import InferenceServerError, InvalidArgumentError
+from trinity_buffer.errors import (
+    InferenceServerError,
+    InvalidArgumentError,
+    RefusedRequestError,
+)
 from trinity_buffer.explorer import server as servers
 from trinity_buffer.explorer.conversation import Completion, Conversation
 from trinity_buffer.explorer.local_model import LocalModel
@@ -226,6 +230,14 @@ async def test_an_answer_that_cannot_be_trained_is_refused(url: str, vllm: VLLM,
             await model.chat(HELLO)
     async with asking(url, require_ids=False) as model:
         assert (await model.chat(HELLO)).finish_reason
+
+
+async def test_an_answer_to_a_part_of_a_prompt_is_refused(url: str, vllm: VLLM, tiny: Path) -> None:
+    vllm.cuts = 2
+    async with asking(url, dialect="sglang", tokenizer=str(tiny)) as model:
+        assert (await model.complete([1, 2])).prompt_ids == [1, 2]
+        with pytest.raises(RefusedRequestError, match="answered to 2 of 3 prompt tokens"):
+            await model.complete([1, 2, 3])
 
 
 async def test_an_answer_that_lacks_sampled_tokens_is_refused(

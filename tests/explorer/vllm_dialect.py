@@ -31,6 +31,7 @@ class VLLM:
 
     Attributes:
         forgets: keys that its answers lack, as of a server that does not know them.
+        cuts: tokens of a prompt that SGLang takes, as with ``--allow-auto-truncate``.
         drops: tokens at the end of each choice that its answers lack, with their log-probs.
         asked: bodies of the requests for completions.
         said: paths of the control endpoints, in the order they were called.
@@ -43,6 +44,7 @@ class VLLM:
         self.model = LocalModel(folder, max_tokens=8)
         self.version = "0"
         self.forgets: set[str] = set()
+        self.cuts: int | None = None
         self.drops = 0
         self.asked: list[dict[str, Any]] = []
         self.said: list[str] = []
@@ -166,11 +168,13 @@ class VLLM:
         """Answer as SGLang does."""
         body = await request.json()
         most = body["sampling_params"].get("max_new_tokens")
-        made = await self._made(body, self.model.complete(body["input_ids"], max_tokens=most))
+        ids = body["input_ids"][: self.cuts]
+        made = await self._made(body, self.model.complete(ids, max_tokens=most))
         said = len(made.token_ids)
         made = self._dropping(made)
         pairs = zip(made.logprobs or (), made.token_ids, strict=True)
         meta = {
+            "prompt_tokens": len(ids),
             "completion_tokens": said,
             "finish_reason": {"type": made.finish_reason},
             "weight_version": self.version,

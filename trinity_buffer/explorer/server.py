@@ -562,8 +562,14 @@ class OpenAIModel:
         answer = await self.server.post("/generate", body)
         with understanding(self.server.root):
             made = replace(generated(answer, ids_or_text, before), **self._marks)
+            seen = (answer.get("meta_info") or {}).get("prompt_tokens", len(ids_or_text))
         if self._require_ids:
             require_whole(answer, [made], self.server.root)
+            if seen != len(ids_or_text):  # the log-probs are not those behind the whole prompt
+                raise RefusedRequestError(
+                    f"{self.server.root} answered to {seen} of {len(ids_or_text)} prompt tokens "
+                    "(--allow-auto-truncate): shorten the prompt, or give the server more context"
+                )
         return made
 
     async def close(self) -> None:
