@@ -77,7 +77,7 @@ class Scripted:
 
     async def _lines(self) -> AsyncIterator[bytes]:
         for one in self.chunks:
-            text = one if isinstance(one, str) else json.dumps(one)
+            text = one if isinstance(one, str) else json.dumps(one, ensure_ascii=False)
             yield f"data: {text}\n\n".encode()
 
 
@@ -196,6 +196,19 @@ async def test_a_stream_that_breaks_off_is_told_and_no_turn(
         scripted.chunks = [{**piece("stop"), "error": None}, "[DONE]"]
         assert (await chat(url, "t/0", stream=True)).text.endswith("data: [DONE]\n\n")
     assert len(await stored(sqlite_url, "agent.turns")) == 1
+
+
+async def test_a_stream_may_hold_what_ends_lines_elsewhere(
+    sqlite_url: str, upstream: str, scripted: Scripted
+) -> None:
+    text = "a\u2028b\x85c\u2029"
+    scripted.chunks = [piece("stop"), "[DONE]"]
+    scripted.chunks[0]["choices"][0]["delta"]["content"] = text
+    async with recording(sqlite_url, upstream) as url:
+        (said,) = lines(await chat(url, "t/0", stream=True))
+    assert said["choices"][0]["delta"]["content"] == text
+    (turn,) = await stored(sqlite_url, "agent.turns")
+    assert turn.response_text == text
 
 
 @pytest.mark.parametrize(

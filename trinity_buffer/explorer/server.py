@@ -133,10 +133,10 @@ class Server:
                 if answer.is_error:
                     text = (await answer.aread()).decode(errors="replace")
                     raise _refusal(url, answer.status_code, text)
-                async for line in answer.aiter_lines():
-                    data = line.removeprefix("data: ")
-                    is_done = is_done or data == "[DONE]"
-                    if data not in (line, "[DONE]"):
+                async for line in _lines_of(answer):
+                    data = line.removeprefix(b"data: ")
+                    is_done = is_done or data == b"[DONE]"
+                    if data not in (line, b"[DONE]"):
                         yield json.loads(data)
         except (self._httpx.HTTPError, OSError, ValueError) as error:
             raise self._unreachable(url, error) from error
@@ -242,6 +242,16 @@ def _answer_of(response: Any) -> Any:
     if response.is_error:
         raise _refusal(str(response.url), response.status_code, response.text)
     return _json_of(response)
+
+
+async def _lines_of(response: Any) -> AsyncGenerator[bytes]:
+    """Yield the lines of a stream; httpx would cut the texts in them at U+2028 and its like too."""
+    rest = b""
+    async for piece in response.aiter_bytes():
+        *lines, rest = (rest + piece).split(b"\n")
+        for line in lines:
+            yield line.rstrip(b"\r")
+    yield rest
 
 
 def _json_of(response: Any) -> Any:
