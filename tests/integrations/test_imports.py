@@ -19,7 +19,11 @@ import pytest
 import torch
 from pyarrow import ipc, parquet
 from safetensors.torch import load, save
+from tokenizers import Tokenizer
+from tokenizers.models import BPE
+from tokenizers.pre_tokenizers import Metaspace
 from tokenizers.processors import TemplateProcessing
+from transformers import PreTrainedTokenizerFast
 from typer.testing import CliRunner
 
 import trinity_buffer as tb
@@ -169,6 +173,17 @@ def test_a_prompt_in_plain_text_begins_as_where_it_is_generated_from(
     (found,) = _read(sqlite_url)
     assert words(found.tokens) == "<user> one two three <e>"
     assert found.prompt_length == 3
+
+
+def test_an_answer_in_plain_text_begins_with_no_blank_of_the_tokenizers(tmp_path: Path) -> None:
+    """Llama 2's writes one before each text, which stands behind a prompt here."""
+    vocabulary = {token: at for at, token in enumerate(["<e>", "▁", "a", "b", ":", "▁a", "▁b"])}
+    inner = Tokenizer(BPE(vocabulary, [("▁", "a"), ("▁", "b")], unk_token="<e>"))
+    inner.pre_tokenizer = Metaspace(prepend_scheme="first")
+    PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="<e>").save_pretrained(tmp_path)
+    texts = Texts(tmp_path)
+    assert texts.turn("a:", "b")["tokens"] == [5, 4, 3, 0]
+    assert texts.turn("a:", " b")["tokens"] == [5, 4, 6, 0]
 
 
 def test_an_answer_in_a_dump_of_verl_has_no_end_that_may_not_have_been_said(

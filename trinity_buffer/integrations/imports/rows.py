@@ -303,7 +303,7 @@ class Texts:
             else:
                 end = self._tokenizer.eos_token_id
                 is_cut = row.get("truncate_status") == "response_truncated"
-                return self._text(answered) + ([] if end is None or is_cut else [end])
+                return self._behind(answered) + ([] if end is None or is_cut else [end])
         # All of them a model's: every token of an answer is trained.
         for message in _messages(answered):
             if message.get("role") != "assistant":
@@ -354,6 +354,11 @@ class Texts:
 
     def _text(self, text: str) -> list[int]:
         return list(self._tokenizer.encode(text, add_special_tokens=False))
+
+    def _behind(self, text: str) -> list[int]:
+        """Return the tokens of a text behind another; some tokenizers begin texts with a blank."""
+        line, ids = self._text("\n"), self._text(f"\n{text}")
+        return ids[len(line) :] if ids[: len(line)] == line else self._text(text)
 
     def _chat(self, messages: Sequence[Fields], row: Fields, *, ask: bool) -> list[int]:
         messages, options = _messages(messages), row.get("chat_template_kwargs") or {}
