@@ -94,8 +94,9 @@ def test_names_in_brackets_are_shown_in_titles_and_headings(cli: Cli, new_sqlite
     async def write() -> None:
         async with open_store(new_sqlite_url) as store:
             experiment = await store.experiment("sort[v=2]", config={"rollouts_per_group": 1})
-            eid, said = EID("b", "t", 0, 0), {"tokens": [1, 2], "prompt_length": 1, "reward": 1.0}
-            await experiment.writer("e0").write([Experience(eid=eid, logprobs=[-0.1], **said)])
+            said: dict[str, Any] = {"tokens": [1, 2], "prompt_length": 1, "logprobs": [-0.1]}
+            row = Experience(eid=EID("b", "t", 0, 0), reward=1.0, **said)
+            await experiment.writer("e0").write([row])
             for number in (1, 2):
                 await run_strategy(experiment, "grpo", name=f"grpo[eps={number}]")
 
