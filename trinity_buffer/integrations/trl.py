@@ -16,9 +16,11 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from typing_extensions import override
 
+from trinity_buffer.algorithm.layout import BatchLayout
 from trinity_buffer.errors import CheckpointError, InvalidArgumentError
 from trinity_buffer.integrations.checkpointed_steps import require_max_steps, saving_interval
 from trinity_buffer.lazy import importing
+from trinity_buffer.pipeline.manifest import rows_by_rank
 from trinity_buffer.pipeline.sync_stream import SyncTrainStream
 from trinity_buffer.pipeline.train.microbatch import MicroBatch
 from trinity_buffer.pipeline.train.step import TrainStep
@@ -117,11 +119,12 @@ class StoredGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # trl is untyped
         if not self.model.training:
             raise InvalidArgumentError("evaluation needs completions of the policy as it is now")
         assert self.trained is not None, "training_step() comes first"
-        microbatches = self.trained.microbatches
+        microbatches, parts = self.trained.microbatches, self.args.steps_per_generation
         batch = trl_batch(microbatches, pad=self._tokenizer.pad_token_id)
-        batch = _filled_up(batch, self.args.steps_per_generation, self.args.loss_type)
-        tokens = microbatches[0].layout.total.tokens
-        batch["num_items_in_batch"] = torch.tensor(tokens)
+        # TRL gathers a number of each row: all ranks need as many.
+        most, layout = max(rows_by_rank(self.trained.manifest)), microbatches[0].layout
+        batch = _filled_up(batch, most + -most % parts, self.args.loss_type, layout)
+        batch["num_items_in_batch"] = torch.tensor(layout.total.tokens)
         return {name: value.to(self.accelerator.device) for name, value in batch.items()}
 
     @override
@@ -172,6 +175,10 @@ def trl_batch(microbatches: Sequence[MicroBatch], *, pad: int) -> dict[str, Tens
             prompts.append(batch["input_ids"][row, :cut])
             for name, values in answers.items():
                 values.append(batch[name][row, cut:length])
+    if not prompts:  # a rank without rows takes part all the same, with one of no weight
+        prompts.append(torch.tensor([pad]))
+        for name, values in answers.items():
+            values.append(microbatches[0][name].new_zeros(1))
     # TRL pads prompts on the left and completions on the right.
     before = partial(pad_sequence, batch_first=True, padding_side="left")
     ids = answers.pop("input_ids")
@@ -188,19 +195,18 @@ def trl_batch(microbatches: Sequence[MicroBatch], *, pad: int) -> dict[str, Tens
     return padded
 
 
-def _filled_up(batch: dict[str, Tensor], parts: int, loss_type: str) -> dict[str, Tensor]:
-    """Return a step with rows of no weight added, until ``parts`` share it equally.
+def _filled_up(
+    batch: dict[str, Tensor], number: int, loss_type: str, layout: BatchLayout
+) -> dict[str, Tensor]:
+    """Return a step with rows of no weight added, until it has ``number`` as on all ranks.
 
     The loss stays what it was.
     """
     rows = len(batch["advantages"])
-    lacking = -rows % parts
-    if not lacking:
-        return batch
-    full = {name: value[[*range(rows), *[0] * lacking]] for name, value in batch.items()}
+    full = {name: of[[*range(rows), *[0] * (number - rows)]] for name, of in batch.items()}
     full["tool_mask"][rows:] = 0
     if loss_type in MEANS_OVER_ROWS:
-        full["advantages"] *= (rows + lacking) / rows
+        full["advantages"] *= number * layout.world_size / layout.total.sequences
     return full
 
 

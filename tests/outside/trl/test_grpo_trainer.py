@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import sqlite3
 import subprocess
 import sys
@@ -26,6 +27,7 @@ from trinity_buffer.integrations.trl import StoredGRPOTrainer
 
 GROUPS, RUNS = 40, 4
 EXAMPLE = Path(__file__).with_name("example.py")
+TWO_RANKS = Path(__file__).with_name("two_ranks.py")
 
 
 def fresh_model() -> Qwen3ForCausalLM:
@@ -213,6 +215,35 @@ def test_rows_that_were_dropped_do_not_count(tmp_path: Path, loss_type: str) -> 
     assert losses(trainer) == pytest.approx([trained[0], 0.0, trained[1]], rel=1e-5, abs=1e-5)
     with tb.open_replay_stream(url, experiment="run") as replay:
         assert [len(step.manifest.groups) for step in replay] == [2 * RUNS - 1, 0, 2 * RUNS]
+
+
+@pytest.mark.parametrize(("loss_type", "groups"), [("grpo", 3), ("dapo", 3), ("grpo", 1)])
+def test_two_ranks_with_other_numbers_of_rows_train_as_one(
+    recorded: bytes, tmp_path: Path, loss_type: str, groups: int
+) -> None:
+    weights = []
+    for world in (1, 2):
+        folder = tmp_path / str(world)
+        folder.mkdir()
+        (folder / "run.db").write_bytes(recorded)
+        command = [sys.executable, str(TWO_RANKS), str(folder), loss_type, str(groups)]
+        meeting = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+        ranks = []
+        for rank in range(world):
+            among = {**meeting, "RANK": str(rank), "LOCAL_RANK": str(rank)} if world > 1 else {}
+            ranks.append(subprocess.Popen(command, env={**os.environ, **among}))
+        assert [process.wait(timeout=300) for process in ranks] == [0] * world
+        weights.append(torch.load(folder / "weights.pt"))
+    begun = torch.cat([one.detach().flatten() for one in fresh_model().parameters()])
+    alone, together = (trained - begun for trained in weights)
+    assert (alone - together).abs().max() < 1e-3 * alone.abs().max()
+
+
+def free_port() -> int:
+    with socket.socket() as asked:
+        asked.bind(("127.0.0.1", 0))
+        port: int = asked.getsockname()[1]
+        return port
 
 
 def test_killed_and_resumed_each_group_is_trained_once(recorded: bytes, tmp_path: Path) -> None:
