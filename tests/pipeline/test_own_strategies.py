@@ -504,12 +504,21 @@ async def test_a_penalty_takes_the_reward_of_the_run_too(sqlite_url: str, last: 
     assert (report.annotated, report.rejected) == (3, 0)
 
 
-@pytest.mark.parametrize("strategies", [["grpo"], ["overlong_penalty", "grpo"]])
-async def test_what_a_list_hands_on_is_not_warned_of(
-    sqlite_url: str, caplog: pytest.LogCaptureFixture, strategies: list[str]
+@pytest.mark.parametrize(
+    ("strategies", "is_lost"),
+    [
+        (["grpo"], False),
+        (["overlong_penalty", "grpo"], False),
+        (["overlong_penalty", "outcome_gate"], True),
+    ],
+)
+async def test_a_reward_that_a_list_hands_on_is_warned_of_if_nothing_is_computed_from_it(
+    sqlite_url: str, caplog: pytest.LogCaptureFixture, strategies: list[str], is_lost: bool
 ) -> None:
-    args = {"overlong_penalty": {"max_length": 4, "cache_length": 2}} if len(strategies) > 1 else {}
+    every = {"overlong_penalty": {"max_length": 4, "cache_length": 2}}
+    every["outcome_gate"] = {"min_correct": 0}
+    args = {name: every.get(name, {}) for name in strategies if len(strategies) > 1}
     async with opened(sqlite_url, rollouts_per_group=2) as experiment:
         await experiment.writer("e0").write(group(task=0, runs=2))
         assert (await run_strategy(experiment, strategies, args)).annotated == 2
-    assert "which is not stored" not in caplog.text
+    assert ("changed reward of what it keeps, which is not stored" in caplog.text) == is_lost

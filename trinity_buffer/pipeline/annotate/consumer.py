@@ -596,8 +596,8 @@ class StrategyConsumer:
                 counted(decision.without_advantages, "experience"),
             )
         changed = decision.changed - self._changed
-        # A list hands rewards on from stage to stage.
-        if len(self._classes) > 1:
+        # A list hands rewards on from stage to stage, to one that makes advantages of them.
+        if len(self._classes) > 1 and self.strategy.annotates:
             changed.discard("reward")
         if changed:
             self._changed |= changed
