@@ -266,7 +266,7 @@ def _sequences(weights: Tensor, layout: BatchLayout | None, *, active: bool) -> 
     if layout is None:
         if active:
             return (weights != 0).any(-1).sum().clamp(min=1)
-        return max(len(weights), 1)
+        return max(weights.shape[:-1].numel(), 1)  # tokens without boundaries are one sequence
     count = layout.total.active_sequences if active else layout.total.sequences
     if count is None:
         raise InvalidArgumentError(

@@ -176,6 +176,13 @@ def test_fully_masked_rows_count_unless_the_mode_says_active() -> None:
     assert float(aggregate_loss(values, mask, "active-seq-mean-token-mean")) == pytest.approx(1.0)
 
 
+@pytest.mark.parametrize("mode", AGGREGATION_MODES)
+def test_one_row_may_lack_its_first_dimension(mode: str) -> None:
+    values, mask = torch.rand(6), torch.tensor([0, 1, 1, 0, 1, 1])
+    of_row = aggregate_loss(values[None], mask[None], mode)
+    assert torch.equal(aggregate_loss(values, mask, mode), of_row)
+
+
 def test_a_denominator_that_nobody_stated_is_refused() -> None:
     total = Totals(tokens=3, sequences=2, groups=1)
     layout = BatchLayout(total=total, usual=total, expert=total)
