@@ -41,6 +41,19 @@ def test_a_run_keeps_its_checkpoints_beside_another_in_the_same_store(
     assert cli("train", "--store", url, "--experiment", "short").code == 0
 
 
+def test_a_trainer_keeps_its_checkpoints_beside_another_of_its_experiment(
+    cli: Cli, tmp_path: Path
+) -> None:
+    place = ("--store", tmp_path / "store.db")
+    assert cli("explore", *place, "--actor", "e0", "--batches", 2, *SETS).code == 0
+    assert cli("annotate", *place).code == 0
+    assert cli("train", *place).code == 0
+    assert cli("train", *place, "--set", "trainer=other").code == 0
+    again = cli("train", *place, "--set", "trainer=trainer")
+    assert again.code == 0, again.err
+    assert "resumes after step 2" in again.out
+
+
 def test_an_explorer_that_has_all_its_batches_says_so(cli: Cli, tmp_path: Path) -> None:
     words = ("explore", "--store", tmp_path / "store.db", "--actor", "e0", "--batches", 1, *SETS)
     assert cli(*words).code == 0

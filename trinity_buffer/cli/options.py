@@ -232,13 +232,16 @@ def only_one(names: Sequence[str]) -> str | None:
 
 
 async def folder_beside(url: str, experiment: str) -> Path:
-    """Return the folder of checkpoints beside a file: no two experiments of it share one."""
+    """Return the folder of checkpoints beside a file: no two trainers of it share one."""
     path = path_of(url)
     assert path is not None
     async with open_store(url, read_only=True) as store:
         first, *_ = await store.experiments()
+        trainer = (await store.experiment(experiment)).config.get("trainer") or "trainer"
     base = path.with_suffix(".checkpoints")
-    return base if experiment == first else base / quote(experiment, safe="")
+    folder = base if experiment == first else base / quote(experiment, safe="")
+    # The folder of an experiment has no "=" in its name.
+    return folder if trainer == "trainer" else folder / f"trainer={quote(str(trainer), safe='')}"
 
 
 async def awaited_experiment(url: str, experiment: str | None) -> str:
