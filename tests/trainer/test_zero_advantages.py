@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import anyio
@@ -9,6 +10,9 @@ import pytest
 
 import trinity_buffer as tb
 from tests.contract.making import group, opened
+from tests.trainer.data import policy, prepared
+from trinity_buffer.algorithm import build
+from trinity_buffer.trainer.requirements import strategy_of, stream_options
 
 RUNS = 4
 
@@ -49,3 +53,18 @@ def test_zeros_for_advantages_are_told_of_once(
     found = [record.message for record in caplog.records if "has no advantages" in record.message]
     assert len(found) == told
     assert all("set 'reward_variance'" in one and "needs=" in one for one in found)
+
+
+def test_a_trainer_whose_loss_reads_no_advantages_is_told_nothing(
+    sqlite_url: str, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    algorithm, losses = build("raft"), list[float]()
+    anyio.run(prepared, sqlite_url, algorithm)
+    options = {"strategy": strategy_of(algorithm), **stream_options(algorithm)}
+    with tb.open_train_stream(sqlite_url, experiment="run", **options) as stream:
+        trainer = tb.Trainer(
+            stream, policy(), algorithm, tb.TrainerSettings(checkpoints=tmp_path, max_steps=1)
+        )
+        trainer.run(lambda done: losses.append(done.loss))
+    assert losses
+    assert "has no advantages" not in caplog.text

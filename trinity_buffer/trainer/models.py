@@ -83,9 +83,10 @@ class StepMeter:
             "tokens": mask,
             "weight": weight.abs(),
             # Which tokens have an advantage and no gradient; NaN where there are no advantages.
+            # From the tensors, which warn of nothing: a loss may read no advantages.
             "clipped": torch.full_like(weight, torch.nan)
             if "advantages" not in microbatch
-            else ((weight == 0) & (microbatch["advantages"] != 0)).to(weight),
+            else ((weight == 0) & (microbatch.tensors["advantages"] != 0)).to(weight),
             "entropy": scores.entropy,
             "ratio": ratio,
             "gap": gap,
