@@ -162,6 +162,39 @@ def test_a_model_that_nothing_reads_is_told(
     assert "teacher='TransformerPolicy': algorithm 'grpo' distils nothing" in caplog.text
 
 
+@pytest.mark.parametrize(
+    ("name", "settings", "models", "said"),
+    [
+        ("on_policy_distill", {}, {"teacher": policy(2)}, "teacher_logprobs.*teacher=True"),
+        ("grpo_verl", {"recompute_old_logprob": True}, {}, "logprobs.*recompute_old_logprob=True"),
+    ],
+)
+def test_a_stream_that_rejects_rows_for_what_the_trainer_computes_is_refused(
+    name: str,
+    settings: dict[str, Any],
+    models: dict[str, Any],
+    said: str,
+    sqlite_url: str,
+    tmp_path: Path,
+) -> None:
+    algorithm, made = build(name), rollouts()
+    for one in made:
+        one.logprobs = None if settings else one.logprobs
+
+    async def stored() -> None:
+        async with tb.open_store(sqlite_url) as store:
+            await recorded(store, "run", "experience", made)
+
+    anyio.run(stored)
+    options = {"strategy": None, **stream_options(algorithm)}
+    ours = tb.TrainerSettings(checkpoints=tmp_path, **settings)
+    with (
+        tb.open_train_stream(sqlite_url, experiment="run", **options) as stream,
+        pytest.raises(InvalidArgumentError, match=rf"rejects rows without {said}.*consumer="),
+    ):
+        tb.Trainer(stream, policy(), algorithm, ours, **models)
+
+
 @pytest.mark.parametrize("layout", ["padded", "packed"])
 def test_an_optimizer_of_some_of_the_weights_trains_as_if_the_others_were_frozen(
     layout: Any, sqlite_url: str, tmp_path: Path

@@ -158,12 +158,15 @@ def warn_of_unread(algorithm: Algorithm, **models: object) -> None:
         _logger.warning("%s", message)
 
 
-def require_of(algorithm: Algorithm, stream: SyncTrainStream, *, teacher: bool) -> None:
-    """Refuse a stream that lacks something that its algorithm needs.
+def require_of(
+    algorithm: Algorithm, stream: SyncTrainStream, *, recompute_old_logprob: bool, teacher: bool
+) -> None:
+    """Refuse a stream that lacks something that its algorithm needs, or needs what is computed.
 
     Args:
         algorithm: what is trained.
         stream: what it is trained on.
+        recompute_old_logprob: whether the trainer computes ``old_logprob`` itself.
         teacher: whether the trainer has a teacher policy.
 
     Raises:
@@ -178,6 +181,15 @@ def require_of(algorithm: Algorithm, stream: SyncTrainStream, *, teacher: bool) 
         teacher=teacher,
         expert=stream.options.expert_experiment,
     )
+    computed = {"recompute_old_logprob": recompute_old_logprob, "teacher": teacher}
+    unread = {*stream.options.needs} - {*stream_options(algorithm, **computed)["needs"]}
+    for column in (unread & {"logprobs", "teacher_logprobs"}) - (columns or RECORDED):
+        role = "teacher" if column == "teacher_logprobs" else "recompute_old_logprob"
+        raise InvalidArgumentError(
+            f"the stream rejects rows without {column}, which the trainer computes: open it with "
+            f"stream_options(algorithm, {role}=True), and, if it has rejected rows already, under "
+            "another name (consumer=)"
+        )
     # Rewards may have been scored anew since: a set was computed from those of its own scoring.
     reads_rewards = algorithm.advantage is not None and algorithm.advantage.reads_rewards
     scoring = stream.scoring() if reads_rewards else None

@@ -180,7 +180,10 @@ class Trainer:
         if algorithm.type.use_critic and critic is None:  # the checkpoint has none
             raise InvalidArgumentError(f"algorithm {algorithm.name!r} needs a critic model")
         if isinstance(stream, SyncTrainStream):  # a replay lacks nothing that the run had
-            require_of(algorithm, stream, teacher=teacher is not None)
+            recomputes = settings.recompute_old_logprob
+            require_of(
+                algorithm, stream, recompute_old_logprob=recomputes, teacher=teacher is not None
+            )
             warn_of_unread(algorithm, reference=reference, teacher=teacher)
 
     def _begun(self, policy: Policy, resume: Resume | None) -> TrainerState[Any]:
