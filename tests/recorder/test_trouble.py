@@ -198,6 +198,20 @@ async def test_a_stream_that_breaks_off_is_told_and_no_turn(
     assert len(await stored(sqlite_url, "agent.turns")) == 1
 
 
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_rollout_may_have_a_name_in_any_script(
+    sqlite_url: str, upstream: str, scripted: Scripted, stream: bool
+) -> None:
+    async with recording(sqlite_url, upstream) as url:
+        answer = await chat(url, "題/0", stream=stream)
+        assert (answer.status_code, answer.headers["x-trinity-rollout"]) == (200, "recorded/題/0")
+        async with plain_http(headers={b"x-trinity-rollout": "題/0".encode()}) as http:
+            await http.post(f"{url}/v1/chat/completions", json={"messages": HELLO})
+    assert [turn.eid.rid for turn in await stored(sqlite_url, "agent.turns")] == [
+        "recorded/題/0"
+    ] * 2
+
+
 async def test_a_stream_may_hold_what_ends_lines_elsewhere(
     sqlite_url: str, upstream: str, scripted: Scripted
 ) -> None:

@@ -342,14 +342,14 @@ class Recorder:
         asked = asked_of_upstream(path, body)
         server.require_sampled(asked, self.logprobs_mode, ASK_ITSELF)
         server.require_texts(body.get("messages") or (), ASK_ITSELF)
-        named = request.path_params.get("rollout") or request.headers.get(HEADER)
+        named = request.path_params.get("rollout") or _as_utf8(request.headers.get(HEADER, ""))
         rollout = self._named(request, named or uuid4().hex)
         if named:
             rollout = await self.recording.continued(rollout, body.get("messages") or ())
         else:
             self.recording.begin_rollout(rollout)
         await self.recording.require_open(rollout, body.get("n"))
-        headers = {HEADER: str(rollout)}
+        headers = {HEADER: str(rollout).encode().decode("latin-1")}  # as UTF-8: see `_as_utf8`
         if asked.get("stream"):
             chunks = self._streamed(path, asked, body, rollout)
             return StreamingResponse(chunks, headers=headers, media_type="text/event-stream")
@@ -441,6 +441,14 @@ class Recorder:
             yield event({"error": {"message": str(error), "type": type(error).__name__}})
         finally:
             self._in_flight -= 1
+
+
+def _as_utf8(header: str) -> str:
+    """Return a header, which Starlette takes for Latin-1, as the UTF-8 that it is, or as it is."""
+    try:
+        return header.encode("latin-1").decode()
+    except UnicodeDecodeError:
+        return header
 
 
 def _json_of(body: bytes) -> Any:
