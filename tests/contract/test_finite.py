@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from typing_extensions import override
@@ -35,7 +36,7 @@ async def test_what_an_explorer_says_is_finite(field: str, value: float, sqlite_
             await experiment.writer("test").write(made)
 
 
-@pytest.mark.parametrize("value", [NAN, LARGE, "good", [1.0]])
+@pytest.mark.parametrize("value", [NAN, LARGE, "good", [1.0], 1j, torch.ones(2), np.ones(2)])
 async def test_what_scores_rollouts_anew_is_a_finite_number(value: Any, sqlite_url: str) -> None:
     async with open_store(sqlite_url) as store:
         experiment = await store.experiment("run", config={})

@@ -9,6 +9,7 @@ or scored by two functions.
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import cast
 
@@ -125,13 +126,16 @@ def _scored(
     name: str, experience: Experience, reward: Callable[[Experience], float | None]
 ) -> float | None:
     value = None if experience.damaged is not None else reward(experience)
+    if value is None:
+        return None
     try:
-        is_sound = value is None or bool(abs(value) <= torch.finfo(torch.float32).max)
-    except TypeError:  # a text, a list
-        is_sound = False
-    if not is_sound:
+        score = float(+value)  # float() alone takes texts
+    except (TypeError, ValueError, RuntimeError, OverflowError):  # a list, a tensor of two numbers
+        score = math.nan
+    # NaN compares false with everything.
+    if not abs(score) <= torch.finfo(torch.float32).max:
         raise InvalidArgumentError(
             f"scoring {name!r}: the reward of {experience.eid.uid} is {value!r:.40}, it "
             "must be a number, finite in float32, or None"
         )
-    return None if value is None else float(value)
+    return score
