@@ -114,12 +114,12 @@ async def test_what_cannot_be_read_back_is_refused_with_its_name(
         assert await kinds(experiment) == ["ExperimentCreated"]
 
 
-@pytest.mark.parametrize("reward", [np.float64(0.5), np.float32(0.5), np.int64(1), np.True_])
-async def test_a_reward_that_is_assigned_may_be_a_number_of_numpy(
-    sqlite_url: str, reward: Any
+@pytest.mark.parametrize("reward", [np.float64(0.5), np.float32(0.5), np.int64(1), np.True_, False])
+async def test_a_reward_that_is_assigned_may_be_a_truth_or_a_number_of_numpy(
+    store_url: str, reward: Any
 ) -> None:
-    plain = reward.item()
-    async with opened(sqlite_url) as experiment:
+    plain = reward.item() if isinstance(reward, np.generic) else reward
+    async with opened(store_url) as experiment:
         await experiment.writer("e0").write([*group(), changed(reward=reward)])
         again = await experiment.writer("e0").write([changed(reward=plain)])
         read = [experience.reward async for experience in experiment.read(run=4)]

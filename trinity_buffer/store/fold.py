@@ -222,7 +222,8 @@ def _experience_rows(
             columns.step,
             columns.suffix,
             int_keys,
-            columns.reward,
+            # PostgreSQL takes no True for a number.
+            [None if reward is None else +reward for reward in columns.reward],
             columns.policy_version,
             columns.prompt_length,
             columns.length,
