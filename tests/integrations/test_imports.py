@@ -175,6 +175,12 @@ def test_a_prompt_in_plain_text_begins_as_where_it_is_generated_from(
     assert found.prompt_length == 3
 
 
+def test_an_answer_that_holds_its_end_has_no_second_one(tokenizer: Path) -> None:
+    texts = Texts(tokenizer)
+    for said in ("three", "three <e>"):
+        assert words(torch.tensor(texts.turn("one", said)["tokens"])) == "one three <e>"
+
+
 def test_an_answer_in_plain_text_begins_with_no_blank_of_the_tokenizers(tmp_path: Path) -> None:
     """Llama 2's writes one before each text, which stands behind a prompt here."""
     vocabulary = {token: at for at, token in enumerate(["<e>", "▁", "a", "b", ":", "▁a", "▁b"])}

@@ -301,9 +301,9 @@ class Texts:
             if not isinstance(prompt, str):
                 answered = [{"role": "assistant", "content": answered}]
             else:
-                end = self._tokenizer.eos_token_id
+                ids, end = self._behind(answered), self._tokenizer.eos_token_id
                 is_cut = row.get("truncate_status") == "response_truncated"
-                return self._behind(answered) + ([] if end is None or is_cut else [end])
+                return ids if is_cut or end is None or ids[-1:] == [end] else [*ids, end]
         # All of them a model's: every token of an answer is trained.
         for message in _messages(answered):
             if message.get("role") != "assistant":
