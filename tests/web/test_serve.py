@@ -20,6 +20,7 @@ from starlette.testclient import TestClient
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
+from tests.raw_store import take_lease
 from tests.sample_run import record_sample_run, rollout
 from tests.small_sizes import resized
 from tests.web.conftest import BASE
@@ -116,12 +117,14 @@ def test_a_search_that_stops_early_goes_on_with_the_next_row(
 
 
 @pytest.mark.parametrize(
-    "path", ["groups", "rejected?by=varied&reason=zero_variance", "search?text=and"]
+    "path",
+    ["groups", "groups?batch=b0", "rejected?by=varied&reason=zero_variance", "search?text=and"],
 )
 def test_pages_lead_back_the_way_that_they_led_on(
     client: TestClient, monkeypatch: pytest.MonkeyPatch, path: str
 ) -> None:
-    monkeypatch.setattr("trinity_buffer.web.pages.PAGE", 1)
+    for name in ("PAGE", "GROUPS_OF_BATCH"):
+        monkeypatch.setattr(f"trinity_buffer.web.pages.{name}", 1)
     seen = [client.get(f"/sort/{path}").text]
     while len(seen) < 4:
         seen.append(client.get(linked(seen[-1], "next")).text)
@@ -137,6 +140,19 @@ def linked(page: str, how: str) -> str:
     """Return where the one link of a kind leads."""
     (found,) = re.findall(rf'rel="{how}" href="([^"]+)"', page)
     return html.unescape(found)
+
+
+def test_the_lease_of_a_strategy_is_shown_without_steps(sqlite_url: str, tmp_path: Path) -> None:
+    async def hold() -> None:
+        await record_sample_run(sqlite_url, tmp_path / "run")
+        async with open_store(sqlite_url) as store:
+            await take_lease(await store.experiment("sort"), "grpo", "me", ttl_s=99)
+
+    anyio.run(hold)
+    with TestClient(inspector(sqlite_url), base_url=BASE) as client:
+        text = Page(client.get("/sort/").text).text
+    assert "lease of grpo" in " ".join(text.split())
+    assert "None" not in text
 
 
 def test_where_no_share_is_recorded_none_is_shown(client: TestClient) -> None:

@@ -326,12 +326,12 @@ async def overview_page(asked: Asked) -> Page:
 async def groups_page(asked: Asked) -> Page:
     """Return groups, the newest first."""
     batch, before = asked.text("batch"), asked.whole("before", GREATEST)
-    # A batch is shown whole.
+    # A batch is shown whole, if it is not very large.
     chosen, limit = asked.text("set"), PAGE if batch is None else GROUPS_OF_BATCH
     page = await inspector.groups(
         asked.source, annotation_set=chosen, batch=batch, limit=limit, before=before
     )
-    oldest = min(g.newest for g in page) if batch is None and len(page) == PAGE else None
+    oldest = min(g.newest for g in page) if len(page) == limit else None
     turns = turned(asked, "before", oldest, ["batch", "set"])
     return "groups.html", {"groups": page, "batch": batch, **turns}
 
