@@ -195,6 +195,30 @@ def test_a_stream_that_rejects_rows_for_what_the_trainer_computes_is_refused(
         tb.Trainer(stream, policy(), algorithm, ours, **models)
 
 
+@pytest.mark.parametrize(
+    ("dtype", "rate", "is_lost"),
+    [(torch.bfloat16, 1e-6, True), (torch.bfloat16, 1e-2, False), (torch.float32, 1e-6, False)],
+)
+def test_steps_that_16_bits_round_away_are_told(
+    dtype: torch.dtype,
+    rate: float,
+    is_lost: bool,
+    sqlite_url: str,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    algorithm, model = build("grpo"), policy(0, dtype)
+    anyio.run(prepared, sqlite_url, algorithm)
+    settings = tb.TrainerSettings(checkpoints=tmp_path, learning_rate=rate)
+    before = torch.cat([weight.detach().flatten() for weight in model.parameters()])
+    with tb.open_train_stream(sqlite_url, experiment="run", strategy="grpo") as stream:
+        tb.Trainer(stream, model, algorithm, settings).run()
+    after = torch.cat([weight.detach().flatten() for weight in model.parameters()])
+    assert bool((before == after).double().mean() > 0.5) == is_lost
+    told = "are bfloat16, to which steps of learning_rate=1e-06 are mostly rounded away"
+    assert (told in caplog.text) == is_lost
+
+
 @pytest.mark.parametrize("layout", ["padded", "packed"])
 def test_an_optimizer_of_some_of_the_weights_trains_as_if_the_others_were_frozen(
     layout: Any, sqlite_url: str, tmp_path: Path

@@ -6,6 +6,8 @@ import logging
 from collections.abc import Collection, Iterator
 from typing import Any
 
+import torch
+
 from trinity_buffer.algorithm import ADD_STRATEGY, Algorithm
 from trinity_buffer.algorithm.arguments import made
 from trinity_buffer.errors import InvalidArgumentError
@@ -13,6 +15,7 @@ from trinity_buffer.pipeline.annotate.consumer import RECORDED as RECORDED_SET
 from trinity_buffer.pipeline.history.replay import ReplayStream
 from trinity_buffer.pipeline.sync_stream import SyncTrainStream
 from trinity_buffer.trainer.parallel import Processes
+from trinity_buffer.trainer.policy import Trainable
 from trinity_buffer.writer import StagedWriter
 
 _logger = logging.getLogger(__name__)
@@ -156,6 +159,32 @@ def warn_of_unread(algorithm: Algorithm, **models: object) -> None:
     names = {role: None if m is None else type(m).__name__ for role, m in models.items()}
     for message in unread_models(algorithm, **names):
         _logger.warning("%s", message)
+
+
+def warn_of_rounding(model: Trainable, optimizer: torch.optim.Optimizer) -> None:
+    """Warn of weights in 16 bits that steps of Adam are too small to change.
+
+    The steps of another optimizer are not as large as its rate, or it keeps copies in 32 bits.
+    """
+    if not isinstance(optimizer, torch.optim.Adam | torch.optim.AdamW):
+        return
+    for group in optimizer.param_groups:
+        held = [weight.detach() for weight in group["params"] if weight.requires_grad]
+        own = [getattr(w, "to_local", lambda w=w: w)() for w in held if w.element_size() == 2]
+        size = float(torch.nn.utils.get_total_norm(own, 1)) / max(1, sum(w.numel() for w in own))
+        # A step rounds to the next number, or to none: numbers lie up to `eps` apart.
+        if own and group["lr"] < (least := size * torch.finfo(own[0].dtype).eps / 4):
+            _logger.warning(
+                "the weights of the %s are %s, to which steps of learning_rate=%g are mostly "
+                "rounded away (from %.0e on they are not): load the model in float32 "
+                "(dtype=torch.float32, or save it so), or give an optimizer= that keeps the "
+                "weights in float32",
+                type(model).__name__,
+                str(own[0].dtype).removeprefix("torch."),
+                group["lr"],
+                least,
+            )
+            return
 
 
 def require_of(

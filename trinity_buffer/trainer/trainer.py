@@ -36,7 +36,12 @@ from trinity_buffer.trainer.determinism import SameBits
 from trinity_buffer.trainer.models import Number, StepMeter, StepReport
 from trinity_buffer.trainer.parallel import processes_here, whole
 from trinity_buffer.trainer.policy import Critic, Policy, Trainable
-from trinity_buffer.trainer.requirements import require_of, require_same_ranks, warn_of_unread
+from trinity_buffer.trainer.requirements import (
+    require_of,
+    require_same_ranks,
+    warn_of_rounding,
+    warn_of_unread,
+)
 
 Report = Callable[[StepReport], bool | None]
 Measure = Callable[[int], dict[str, float]]
@@ -165,8 +170,9 @@ class Trainer:
             reference = reference_of(policy)  # before it takes the weights of a commit
         with self._bits.asked():
             self.state = self._begun(policy, stream.resume)
-        for trained, _ in self.state.trained:
+        for trained, stepped_by in self.state.trained:
             models.require_same_weights(trained, self._processes)
+            warn_of_rounding(trained, stepped_by)
         self._set_coefficients(self.state.coefficients)
         self._skipped: dict[int, list[str]] = {}  # step -> uids, until they are committed
         self._look_at: list[str] = []
