@@ -290,6 +290,29 @@ async def test_why_says_that_a_step_changed_no_weights(store_url: str) -> None:
     ]
 
 
+async def test_a_pair_has_the_tokens_of_both_its_rows(store_url: str) -> None:
+    pairs = [
+        tb.Experience(eid=tb.EID("p", task), tokens=[1, 2, 3], chosen=[4, 5], rejected=[6])
+        for task in range(2)
+    ]
+    async with open_store(store_url) as store:
+        run = await store.experiment("run", config={"schema": "dpo"})
+        await run.writer("e0").write(pairs)
+        async with run.train_stream(strategy=None, groups_per_step=2) as stream:
+            step = await anext(stream)
+            computed = int(step.microbatches[0]["attention_mask"].sum())
+            await stream.commit(step, checkpoint=None)
+        (line,) = await inspector.steps(now(run))
+        rows = (await inspector.blame(now(run), 1)).rows
+        (event,) = [one async for one in inspector.event_lines(run, kinds=["ExperiencesRecorded"])]
+        groups = await inspector.groups(now(run))
+        reasons = (await inspector.why(now(run), "p/0/0/0/")).reasons
+    assert (line.tokens, line.trained_tokens) == (computed, 6) == (18, 6)
+    assert [row.length for row in rows] == [of.runs[0].length for of in groups] == [9, 9]
+    assert event.summary.endswith(", 18 tokens")
+    assert any(reason.what.startswith("recorded, 9 tokens") for reason in reasons)
+
+
 async def test_the_line_of_an_event_takes_each_run_once(sqlite_url: str) -> None:
     rewards = {(0, 2): None, (0, 0): 0.5, (0, 1): 1.5, (0, 3): 1.0, (1, 0): 0.0, (2, 0): None}
     async with open_store(sqlite_url) as store:

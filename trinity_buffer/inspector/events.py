@@ -17,6 +17,7 @@ from trinity_buffer.pipeline.coordination.diagnosis import counted
 from trinity_buffer.pipeline.handle import Event
 from trinity_buffer.pipeline.store import Experiment
 from trinity_buffer.store import inspection, log
+from trinity_buffer.store.rows import tokens_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,7 +151,8 @@ def _recorded(fact: events.ExperiencesRecorded) -> str:
     parts = [f"{len(columns)} of batch {_shortened(columns.batch)}"]
     if rewards:
         parts.append(f"mean reward {fmean(rewards):.3f}")
-    parts.append(f"{sum(columns.length)} tokens")
+    tokens = map(tokens_of, columns.prompt_length, columns.length, columns.trained_tokens)
+    parts.append(f"{sum(tokens)} tokens")
     if fact.refused:
         parts.append(f"refused: {_reasons(fact.refused.values())}")
     return ", ".join(parts)

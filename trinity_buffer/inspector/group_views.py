@@ -171,7 +171,7 @@ def _group(batch: BatchRow | None, rows: _Members, notes: dict[int, EventWithSeg
             segment = notes[position_of(fate.first)].segment
             advantage = mean_of(segment, "advantages", slot_of(fate.first))
         shown = (row.eid.uid, row.eid.run, row.eid.step, row.reward, advantage)
-        runs.append(RunView(*shown, row.policy_version, row.length, state))
+        runs.append(RunView(*shown, row.policy_version, row.num_tokens, state))
     # Strategies decide without what was refused or came late, so the moments do too.
     refused = {row.eid.uid for row, _ in rows if row.refused is not None}
     compared = [r for r in runs if r.uid not in refused and not r.state.endswith(": late")]

@@ -39,7 +39,7 @@ class StepLine:
             commit; None before, and where the clock of the one or the other was wrong: it went
             backward in between, or two machines differ.
         rows, groups: of it, an expert's included; all that follows leaves the expert's out.
-        tokens, trained_tokens: of its rows.
+        tokens, trained_tokens: of its rows; a pair is two of them, each with the prompt.
         reward: mean over its runs, each taken once: its reward is the mean of its rows', of which
             one without a reward has that of the last. Of a set that takes the rewards of a scoring,
             these are meant, as the scoring has them now.
@@ -293,7 +293,7 @@ async def blame(source: Source, step: int, *, trainer: str | None = None) -> Ste
                 advantage=experience.mean_of(segment, "advantages", slot_of(note)),
                 policy_version=version,
                 staleness=None if version is None else step - 1 - version,
-                length=0 if row is None else row.length,
+                length=0 if row is None else row.num_tokens,
                 trained_tokens=0 if row is None else row.trained_tokens,
                 actor="" if row is None or of else actors.get(position_of(row.address), ""),
                 annotation=format_address(note),

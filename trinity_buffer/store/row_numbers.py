@@ -61,9 +61,10 @@ def row_numbers(tx: Transaction, experiment: int, wanted: Sequence[int]) -> npt.
     return np.concatenate(numbers)
 
 
-# A number instead of NULL, so that the column stays an array of integers.
+# A number instead of NULL, so that the column stays an array of integers; of a pair as `tokens_of`.
 _NUMBERS = Statement(
-    "SELECT address, length, trained_tokens, run, step, coalesce(policy_version, :none), reward "
+    "SELECT address, CASE WHEN prompt_length = length THEN 2 * length + trained_tokens "
+    "ELSE length END, trained_tokens, run, step, coalesce(policy_version, :none), reward "
     "FROM experience WHERE experiment = :of AND address IN INTS(:wanted) ORDER BY address"
 )
 

@@ -47,6 +47,14 @@ def format_address(address: int) -> str:
     return f"{position_of(address)}:{slot_of(address)}"
 
 
+def tokens_of(prompt_length: int, length: int, trained_tokens: int) -> int:
+    """Return how many tokens a trainer computes of an experience: of a pair those of both rows.
+
+    Only of a pair the prompt is all of ``length``; ``trained_tokens`` are its two responses.
+    """
+    return 2 * length + trained_tokens if prompt_length == length else length
+
+
 class ExperienceRow(NamedTuple):
     """An experience as the log knows it, without its segment."""
 
@@ -61,6 +69,11 @@ class ExperienceRow(NamedTuple):
     refused: str | None
     segment: bytes
     digest: bytes
+
+    @property
+    def num_tokens(self) -> int:
+        """See `tokens_of`."""
+        return tokens_of(self.prompt_length, self.length, self.trained_tokens)
 
 
 @dataclass(frozen=True, slots=True)
