@@ -176,6 +176,17 @@ async def test_advantages_are_computed_from_no_zeros_for_rewards(store_url: str)
         prepare(step, build("sft", kl_loss_fn="none"), Models(policy()))
 
 
+async def test_a_penalty_without_a_coefficient_needs_no_reference(store_url: str) -> None:
+    none: dict[str, Any] = {"kl_loss_fn": "none", "kl_penalty_fn_args": {"kl_coef": 0.0}}
+    made = build("rloo", kl_penalty_fn="k1", **none)
+    assert not made.needs_reference
+    async with open_store(store_url) as store:
+        experiment = await recorded(store, "run", "experience", rollouts())
+        step = await served(experiment, strategy=None)
+    prepare(step, made, Models(policy()))
+    assert all(microbatch["advantages"].any() for microbatch in step.microbatches)
+
+
 async def test_advantages_are_computed_of_rewards_that_the_trainer_gives(store_url: str) -> None:
     made = without()
     for one in made:

@@ -451,10 +451,12 @@ def prepare(
             with blaming(microbatch):
                 _score(microbatch, algorithm, models, recomputes=recompute_old_logprob)
     metrics: dict[str, Any] = {}
-    penalizes, advantage = algorithm.choices["kl_penalty_fn"].name != "none", algorithm.advantage
-    if penalizes:
+    penalty, advantage = algorithm.kl_penalty, algorithm.advantage
+    # With a coefficient of 0 the divergence is still reported where a reference is there.
+    measures = penalty.kl_coef != 0 or all("ref_logprob" in m for m in step.microbatches)
+    if algorithm.choices["kl_penalty_fn"].name != "none" and measures:
         for microbatch in step.microbatches[:1]:  # each knows what is lacking in the whole step
-            require_recorded(microbatch, algorithm.kl_penalty, ("old_logprob",))
+            require_recorded(microbatch, penalty, ("old_logprob",))
         require_rewarded(step.microbatches, advantage)  # before penalties take the place of some
         metrics |= step.apply(partial(_penalty, algorithm))
     if advantage is not None:
