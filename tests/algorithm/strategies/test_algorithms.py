@@ -105,6 +105,14 @@ def test_the_users_argument_beats_the_recipes_and_this_the_tuned_and_this_the_si
     assert mine.choices["policy_loss_fn"].args["clip_ratio_c"] == 3.0  # signature
 
 
+@pytest.mark.parametrize("name", ["gspo", "dapo", "gigpo", "ppo"])
+def test_a_clip_range_takes_the_place_of_tuned_limits(name: str) -> None:
+    both: Any = build(name, policy_loss_fn_args={"clip_range": 0.1}).policy_loss
+    assert (both.low, both.high) == (0.1, 0.1)
+    one: Any = build(name, policy_loss_fn_args={"clip_range": 0.1, "clip_range_high": 0.3})
+    assert (one.policy_loss.low, one.policy_loss.high) == (0.1, 0.3)
+
+
 def test_the_recipes_arguments_belong_to_the_recipes_own_part() -> None:
     other = build("dapo", policy_loss_fn="sft")
     assert other.choices["policy_loss_fn"].args == {"loss_agg_mode": "token-mean"}
