@@ -66,6 +66,7 @@ class StoredGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # trl is untyped
         self.stream = stream
         self._upcoming: TrainStep | None = None
         self.trained: TrainStep | None = None
+        self._committed: TrainStep | None = None
         rows = Dataset.from_list([{"prompt": ""}] * args.generation_batch_size)
         super().__init__(model, _stored_reward, args=args, train_dataset=rows, **kwargs)
         self.add_callback(_CommitCheckpoints(self))
@@ -133,12 +134,18 @@ class StoredGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # trl is untyped
         super()._maybe_log_save_evaluate(*args, **kwargs)
         if self._upcoming is None and self.state.global_step < self.state.max_steps:
             self._upcoming = next(self.stream, None)
-            self.control.should_training_stop |= self._upcoming is None
+            if self._upcoming is None:
+                self.control.should_training_stop = True
+                # As TRL itself does at `max_steps`, which the stream has ended before.
+                if self.trained is not self._committed and self.args.save_strategy != "no":
+                    self.control.should_save = True
+                    super()._maybe_log_save_evaluate(*args, **kwargs)
 
     def commit(self, checkpoint: Path) -> None:
         """Record that what was trained so far is in ``checkpoint``."""
         if self.trained is not None:
             self.stream.commit(self.trained, checkpoint)
+            self._committed = self.trained
 
 
 class _CommitCheckpoints(TrainerCallback):  # type: ignore[misc]  # transformers is untyped here

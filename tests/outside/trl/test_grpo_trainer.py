@@ -217,6 +217,26 @@ def test_rows_that_were_dropped_do_not_count(tmp_path: Path, loss_type: str) -> 
         assert [len(step.manifest.groups) for step in replay] == [2 * RUNS - 1, 0, 2 * RUNS]
 
 
+@pytest.mark.parametrize(("groups", "steps"), [(8, 5), (20, 2)])
+def test_a_run_that_ends_with_the_stream_saves_its_last_step(
+    recorded: bytes, tmp_path: Path, groups: int, steps: int
+) -> None:
+    (tmp_path / "run.db").write_bytes(recorded)
+    place = f"sqlite:///{tmp_path}/run.db"
+    options = {"experiment": "run", "strategy": "grpo", "groups_per_step": groups}
+    with tb.open_train_stream(place, **options) as stream:
+        trainer = StoredGRPOTrainer(
+            fresh_model(),
+            stream=stream,
+            args=settings(tmp_path / "out", save_steps=2, max_steps=100),
+            processing_class=tokenizer(),
+        )
+        trainer.train()
+    with tb.open_train_stream(place, **options) as stream:
+        assert stream.resume is not None
+        assert stream.resume.checkpoint == tmp_path / "out" / f"checkpoint-{steps}"
+
+
 @pytest.mark.parametrize(("loss_type", "groups"), [("grpo", 3), ("dapo", 3), ("grpo", 1)])
 def test_two_ranks_with_other_numbers_of_rows_train_as_one(
     recorded: bytes, tmp_path: Path, loss_type: str, groups: int
