@@ -114,11 +114,24 @@ async def test_what_cannot_be_read_back_is_refused_with_its_name(
         assert await kinds(experiment) == ["ExperimentCreated"]
 
 
-@pytest.mark.parametrize("reward", [np.float64(0.5), np.float32(0.5), np.int64(1), np.True_, False])
-async def test_a_reward_that_is_assigned_may_be_a_truth_or_a_number_of_numpy(
-    store_url: str, reward: Any
+class Score(float):
+    """A float with more to it."""
+
+
+@pytest.mark.parametrize(
+    ("reward", "plain"),
+    [
+        (np.float64(0.5), 0.5),
+        (np.float32(0.5), 0.5),
+        (np.int64(1), 1),
+        (np.True_, True),
+        (False, False),
+        (Score(0.5), 0.5),
+    ],
+)
+async def test_a_reward_that_is_assigned_may_be_of_any_type_of_numbers(
+    store_url: str, reward: Any, plain: float
 ) -> None:
-    plain = reward.item() if isinstance(reward, np.generic) else reward
     async with opened(store_url) as experiment:
         await experiment.writer("e0").write([*group(), changed(reward=reward)])
         again = await experiment.writer("e0").write([changed(reward=plain)])

@@ -451,7 +451,11 @@ def content_digests(
     rows = len(kinds)
     firsts = list(zip([_DIGEST_VERSION] * rows, kinds, prompts, rewards, strict=True))
     # One list per field, with a piece for each row: the rows are joined at the end, in C.
-    heads: list[Sequence[bytes]] = [list(map(ENCODER.encode, firsts))]
+    try:
+        heads: list[Sequence[bytes]] = [list(map(ENCODER.encode, firsts))]
+    except TypeError:  # rewards of subclasses of float
+        packer = ObjectPacker(canonical=True)
+        heads = [packer.pack_all(list(map(list, firsts)), "reward")]
     buffers: list[Sequence[Buffer]] = []
     for part in content:
         if not isinstance(part, Column):
