@@ -75,6 +75,8 @@ def test_staleness_says_whether_it_grew_and_which_step_is_not_committed(
     ]
     one = cli("staleness", "--after", 2, "--store", sample.url).out.splitlines()
     assert one[-1] == "step 3: e0 mean 2, greatest 2, over 4 rows"
+    none = cli("staleness", "--after", 3, "--store", sample.url)
+    assert "no row of these steps names its policy version" in none.out
 
 
 def test_rows_of_a_step_that_are_not_shown_are_counted(cli: Cli, sample: SampleRun) -> None:

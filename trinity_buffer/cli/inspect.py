@@ -383,6 +383,8 @@ async def staleness(
     def text() -> output.Lines:
         yield output.table_of("", "step, state, actor, rows, mean, greatest", by_step)
         yield from map(_growth_line, questions.growth_by_actor(by_step))
+        if not by_step:
+            yield "no row of these steps names its policy version (info['model_version'])"
 
     return output.Answer(by_step, text())
 

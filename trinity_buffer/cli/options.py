@@ -53,7 +53,8 @@ HELPS = {
     "experiment": "Which experiment, if the store has more than one.",
     "as_of": "Answer as of this position of the log.",
     "as_json": "Print JSON",
-    "annotation_set": "Annotation set whose advantages are shown. Default: the first one.",
+    "annotation_set": "Annotation set whose advantages are shown. Default: the trainer's, else the "
+    "first one.",
     "arguments": "An argument of the strategy: epsilon=1e-5, or grpo.epsilon=1e-5 if there are "
     "several (`trinity-buffer algorithms` lists them).",
     "config": "TOML or YAML file with the configuration and the run's store, which overrides "

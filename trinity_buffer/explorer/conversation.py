@@ -199,7 +199,8 @@ class Conversation:
             call = message.get("tool_call_id")
             if call not in self._open_calls:
                 raise InvalidArgumentError(
-                    f"tool_call_id={call!r} answers no call; open are {self._open_calls}"
+                    f"tool_call_id={call!r} answers no call; open are {self._open_calls}. What "
+                    "answers none is heard in the role 'user'"
                 )
             self._open_calls.remove(call)
         self.messages.append(dict(message))

@@ -270,6 +270,7 @@ class StepReport:
 
     Attributes:
         reward: see `TrainStep.reward`, without penalties; 0 where no reward is known.
+        tokens: those that are trained.
         staleness: see `TrainStep.staleness`; 0 where no version is known.
         seconds: from the arrival of the batch to the end of its commit, if there was one.
         skipped: the loss or the gradient norm was not finite, and the weights are what they were.
