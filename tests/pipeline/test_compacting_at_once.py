@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from threading import Thread
@@ -13,12 +14,15 @@ import pyarrow.parquet
 import pytest
 
 from tests.conftest import Resize
+from tests.handles import Transaction
 from tests.pipeline.test_compaction import trained
 from tests.small_sizes import resized
 from tests.whole_stores import restore
 from trinity_buffer import compact, open_store, verify
 from trinity_buffer.errors import StoreError
+from trinity_buffer.inspector import show
 from trinity_buffer.pipeline import archive
+from trinity_buffer.store import segments
 
 
 async def test_two_at_once_leave_one_sound_archive(store_url: str, tmp_path: Path) -> None:
@@ -97,6 +101,32 @@ async def test_what_a_trainer_goes_back_to_meanwhile_stays(store_url: str) -> No
         for task in range(1, 4):
             assert len([row async for row in experiment.read(task=task)]) == 2
         assert (await delete()).segments == 0
+
+
+async def test_what_comes_back_while_it_is_read_is_not_missing(
+    store_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else a strategy would reject a row that is read alone for good, as damaged."""
+    archived_at = segments.archived_at
+
+    async def bring_back() -> None:
+        async with open_store(store_url) as other:
+            await restore(await other.experiment("x"))
+
+    def after_it_came_back(tx: Transaction, keys: Sequence[bytes]) -> Any:
+        monkeypatch.undo()
+        other = Thread(target=anyio.run, args=(bring_back,))
+        other.start()
+        other.join()
+        return archived_at(tx, keys)
+
+    async with open_store(store_url) as store:
+        experiment = await store.experiment("x", config={})
+        await trained(experiment, steps=4)
+        await compact(experiment, keep_steps=0, archive=tmp_path)
+        monkeypatch.setattr(segments, "archived_at", after_it_came_back)
+        assert (await show(experiment, "b/0/0/0/")).tensors["tokens"].first == (1, 2, 3)
+        assert segments.archived_at is archived_at
 
 
 async def test_what_leaves_while_it_is_verified_is_not_missing(

@@ -72,7 +72,10 @@ def read_segments(s: ReadSession, keys: Iterable[bytes], families: Sequence[str]
     there = {key for key, _ in stored.parts}
     gone = [key for key in wanted if key not in there]
     by_event: dict[tuple[int, str | None], list[bytes]] = {}
-    for key, event in (s.read(segments.archived_at, gone) if gone else {}).items():
+    archived = s.read(segments.archived_at, gone) if gone else {}
+    # What is in neither place was brought back in between, or is missing.
+    stored.parts.update(s.segments([key for key in gone if key not in archived], families))
+    for key, event in archived.items():
         by_event.setdefault(event, []).append(key)
     for (position, uri), lacking in by_event.items():
         why = (
