@@ -240,6 +240,15 @@ def test_rows_without_a_predicted_token_score_zero(size: int) -> None:
     assert all(p.grad is None or p.grad.eq(0).all() for p in model.parameters())
 
 
+@pytest.mark.parametrize("there", [[0, 1, 1, 1], [1, 1, 0, 1]])
+def test_rows_that_are_padded_on_the_left_are_refused(there: list[int]) -> None:
+    batch = {"input_ids": torch.tensor([[3, 4, 5, 6]] * 2)}
+    batch["attention_mask"] = torch.tensor([[1, 1, 1, 0], there])
+    for scores in (tb.token_scores, entropy_changes):
+        with pytest.raises(InvalidArgumentError, match="a token follows padding"):
+            scores(wide2(), batch)
+
+
 def test_frozen_weights_get_no_gradient() -> None:
     model, batch = wide2(), padded()
     model.lm_head.requires_grad_(requires_grad=False)

@@ -220,7 +220,8 @@ def token_scores(model: Any, microbatch: Batch, *, chunk_logits: int | None = No
             memory, more passes. None: what suits the device, see `chunk_columns`.
 
     Raises:
-        InvalidArgumentError: the logits of the model are not those of a linear output head.
+        InvalidArgumentError: the logits of the model are not those of a linear output head, or rows
+            are padded on the left.
         TrainingError: the step has recorded log-probabilities that no model's can be compared with.
     """
     hidden, head, targets, places, heat = _predictions(model, microbatch)
@@ -250,11 +251,23 @@ def _predictions(
     read = microbatch if microbatch["input_ids"].numel() else stand_in(microbatch)
     if isinstance(read, MicroBatch):
         read.require_scorable()
+    elif not torch.compiler.is_compiling():  # a look at the device, for batches of a user's own
+        _require_padded_on_the_right(read)
     hidden, head = last_hidden(model, read)
     places = predicted(read).flatten().nonzero().squeeze(-1)
     targets, heat = read["input_ids"].flatten()[places].long(), read.get("temperature")
     heat = None if heat is None else heat.flatten()[places]
     return hidden.flatten(0, -2)[places - 1], head, targets, places, heat
+
+
+def _require_padded_on_the_right(microbatch: Batch) -> None:
+    """Raise if a token follows padding: its position and its place in the row would be others."""
+    there, limits = microbatch.get("attention_mask"), microbatch.get("cu_seqlens")
+    if limits is None and there is not None and bool((there != 0).int().diff(dim=-1).gt(0).any()):
+        raise InvalidArgumentError(
+            "attention_mask: a token follows padding, and rows must be padded on the right alone: "
+            "move the tokens of each row to its begin, or pack the rows (cu_seqlens)"
+        )
 
 
 def _placed(values: Tensor, places: Tensor, ids: Tensor) -> Tensor:
