@@ -522,7 +522,7 @@ def test_one_split_of_a_saved_data_set_is_imported(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "test", ["test-00000-of-00001.parquet", "validation/0.parquet", "dev.jsonl"]
+    "test", ["test-00000-of-00001.parquet", "validation/0.parquet", "a-test.arrow"]
 )
 def test_a_folder_with_files_to_test_on_is_refused(tmp_path: Path, test: str) -> None:
     for name in ("train_a-0-of-2.parquet", "train_a-1-of-2.parquet", test):

@@ -153,13 +153,13 @@ def _values(path: Path) -> Iterator[tuple[str, Any]]:
             raise InvalidArgumentError(f"{file}: it cannot be read ({error})") from None
 
 
-_SPLIT = re.compile(r"(train|test|valid|validation|val|dev|eval)(?![a-z])")
-"""How the names of files and folders of a split begin, as the Hub has them."""
+_SPLIT = re.compile(r"(?:^|[-_.])(train|test|valid|validation|val|dev|eval)(?![a-z])")
+"""The split in the names of files and folders, as the Hub and its cache have them."""
 
 
 def _require_one_split(folder: Path, files: Iterable[Path]) -> None:
     parts = {part for file in files for part in file.relative_to(folder).parts}
-    names = sorted({match[1] for part in parts if (match := _SPLIT.match(part))})
+    names = sorted({match[1] for part in parts if (match := _SPLIT.search(part))})
     if "train" in names and len(names) > 1:
         raise InvalidArgumentError(
             f"{folder} holds files of the splits {', '.join(names)}: name a file, or a folder that "
