@@ -164,6 +164,17 @@ def test_rows_are_trained_at_the_temperature_that_sampled_them(slime: Any, tmp_p
     source.close()
 
 
+def test_rows_that_were_sampled_at_1_are_trained_at_no_other(slime: Any, tmp_path: Path) -> None:
+    source = slime.StoreDataSource(args(tmp_path))
+    source.args.rollout_temperature = 1.0
+    source.add_samples([group(number) for number in range(2 * PER_STEP)])
+    assert len(source.get_samples(PER_STEP)) == PER_STEP
+    source.args.rollout_temperature = 0.7
+    with pytest.raises(TrainingError, match=r"row group-2/.* at temperature 1, .* logits by 0\.7:"):
+        source.get_samples(PER_STEP)
+    source.close()
+
+
 def test_a_removed_sample_is_trained_by_nobody_else_either(slime: Any, tmp_path: Path) -> None:
     given = group(0)
     for one in given:

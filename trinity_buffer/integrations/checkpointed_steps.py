@@ -16,7 +16,7 @@ from trinity_buffer.pipeline.store import Experiment, open_store
 from trinity_buffer.pipeline.sync_stream import LoopThread
 from trinity_buffer.pipeline.train.step import TrainStep
 from trinity_buffer.pipeline.train.stream import TrainStream
-from trinity_buffer.sampling import sampled
+from trinity_buffer.sampling import SEGMENTS, sampled
 from trinity_buffer.store import trainer_queries, writer_queries
 
 
@@ -189,10 +189,13 @@ def require_temperature(rows: Sequence[Experience], temperature: float) -> None:
         TrainingError: one says that it was sampled at another temperature.
     """
     for row in rows:
-        for span in sampled(row.info, row.prompt_length, len(row.tokens)) or ():
-            if abs(span.temperature - temperature) > 1e-4 * temperature:
+        spans = sampled(row.info, row.prompt_length, len(row.tokens)) or ()
+        # Segments that change nothing say a temperature of 1.
+        neutral = [] if spans else [1.0] * bool(row.info.get(SEGMENTS))
+        for heat in [*neutral, *(span.temperature for span in spans)]:
+            if abs(heat - temperature) > 1e-4 * temperature:
                 raise TrainingError(
-                    f"row {row.eid.uid} was sampled at temperature {span.temperature:g}, and the "
+                    f"row {row.eid.uid} was sampled at temperature {heat:g}, and the "
                     f"trainer divides all logits by {temperature:g}: give it the temperature of "
                     "the rows, and sample all at one"
                 )

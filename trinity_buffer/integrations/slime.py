@@ -78,7 +78,8 @@ class StoreDataSource:
                 "where the sample is made, as slime's own data source does"
             )
         asked = {key: getattr(self.args, f"rollout_{key}", None) for key in SAMPLING}
-        sampling = not_neutral(asked)
+        heat = {} if asked["temperature"] is None else {"temperature": asked["temperature"]}
+        sampling = not_neutral(asked) | heat  # one of 1 too: another may be trained with
         for group in samples:
             made = [_experience(run, sample, sampling) for run, sample in enumerate(group)]
             self._thread.portal.call(self._write, made)
