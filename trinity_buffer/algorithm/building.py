@@ -213,13 +213,13 @@ class Algorithm:
             batch: the micro-batch, under our names.
             entropy: of the policy at each token; may be missing where its coefficient is 0.
             layout: boundaries of the rows and denominators of the step; None: those that a
-                micro-batch of a stream brings.
+                micro-batch of a stream brings, and of any other batch its own.
             weigh: hears, in the backward pass, of ``d policy / d logprob``, with its shape.
 
         Raises:
             InvalidArgumentError: a tensor is missing; the message names it and who needs it.
         """
-        layout = layout or getattr(batch, "layout", None)
+        layout = layout or _layout_of(batch)
         reader, own, corrected, metrics = self.policy_loss, logprob, batch, dict[str, Tensor]()
         if self.choices["importance_correction"].name != "none":
             compared = ("old_logprob", "rollout_logprob", "action_mask")
@@ -275,6 +275,15 @@ class Algorithm:
             metrics.update(parts)
         named = {f"actor/{name}": value for name, value in metrics.items()}
         return loss, {"final_loss": loss.detach(), **named}
+
+
+def _layout_of(batch: Mapping[str, Any]) -> BatchLayout | None:
+    """Return the layout of a micro-batch of a stream, or the boundaries of other packed rows."""
+    layout: BatchLayout | None = getattr(batch, "layout", None)
+    if layout is None and "cu_seqlens" in batch:  # a dict of the tensors, moved to a device, say
+        columns = {name: batch.get(name) for name in ("cu_seqlens", "group_index", "expert_mask")}
+        return BatchLayout.of_step(batch["action_mask"], **columns)
+    return layout
 
 
 def _loss_and_metrics(loss: PolicyLossFn, answer: Any) -> Sequence[Any]:

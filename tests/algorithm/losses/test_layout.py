@@ -28,10 +28,12 @@ from trinity_buffer.algorithm import (
     BatchLayout,
     Totals,
     aggregate_loss,
+    build,
 )
 from trinity_buffer.algorithm.functional import AGGREGATION_MODES, row_sums, spread
 from trinity_buffer.errors import InvalidArgumentError
 
+OF_ENTROPY = {"entropy_coef": 0.3}
 DTYPES = [torch.float64, pytest.param(torch.float32, marks=pytest.mark.long)]  # ten seconds
 
 
@@ -224,3 +226,25 @@ def test_rows_of_a_packed_batch_are_its_segments() -> None:
     values = torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0])
     assert row_sums(values, layout).tolist() == [3.0, 0.0, 12.0]
     assert spread(torch.tensor([7.0, 8.0, 9.0]), values, layout).tolist() == [7, 7, 9, 9, 9]
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("grpo", {"loss_agg_mode": "seq-mean-token-mean", "entropy_loss_fn_args": OF_ENTROPY}),
+        ("gspo", {"kl_loss_fn": "k3", "kl_loss_fn_args": {"kl_coef": 0.3}}),
+        ("grpo", {"policy_loss_fn": "gmpo"}),
+        ("dpo", {}),
+        ("grpo", {"importance_correction": "sequence_tis"}),
+    ],
+)
+def test_packed_rows_without_a_layout_are_the_step_as_padded_ones_are(
+    name: str, options: dict[str, Any]
+) -> None:
+    algorithm, losses = build(name, **options), []
+    for packed in (False, True):
+        batch, ends = make_step(torch.float64).microbatch(range(8), packed=packed)
+        batch |= {"rollout_logprob": batch["ref_logprob"]}
+        batch |= {} if ends is None else {"cu_seqlens": ends}
+        losses.append(algorithm.loss(batch["logprob"], batch, entropy=batch["entropy"])[0])
+    assert_close(losses[1], losses[0])
