@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, cast
 
+import torch
 from torch import Tensor
 
 from trinity_buffer.algorithm import arguments, importance_correction
@@ -20,6 +23,8 @@ from trinity_buffer.algorithm.policy_loss_fn.policy_loss_fn import POLICY_LOSS_F
 from trinity_buffer.algorithm.sample_strategy.sample_strategy import SAMPLE_STRATEGY, SampleStrategy
 from trinity_buffer.errors import InvalidArgumentError
 from trinity_buffer.user_code import kind_of
+
+_logger = logging.getLogger(__name__)
 
 OF_ROLLOUTS = ("old_logprob", "rollout_logprob")
 """Tensors that come from what explorers recorded of their own policy."""
@@ -280,10 +285,23 @@ class Algorithm:
 def _layout_of(batch: Mapping[str, Any]) -> BatchLayout | None:
     """Return the layout of a micro-batch of a stream, or the boundaries of other packed rows."""
     layout: BatchLayout | None = getattr(batch, "layout", None)
+    # Only the micro-batches of a stream have a sample_index.
+    if layout is None and "sample_index" in batch and not torch.compiler.is_compiling():
+        _warn_of_copy()
     if layout is None and "cu_seqlens" in batch:  # a dict of the tensors, moved to a device, say
         columns = {name: batch.get(name) for name in ("cu_seqlens", "group_index", "expert_mask")}
         return BatchLayout.of_step(batch["action_mask"], **columns)
     return layout
+
+
+@cache
+def _warn_of_copy() -> None:
+    """Say, once, that denominators are those of a part of a step."""
+    _logger.warning(
+        "a loss is given the tensors of a micro-batch without its layout, as in a dict, and "
+        "divides by the tokens and rows of this micro-batch: of several in a step, the gradients "
+        "then add up to a multiple of the step's; give layout=microbatch.layout"
+    )
 
 
 def _loss_and_metrics(loss: PolicyLossFn, answer: Any) -> Sequence[Any]:

@@ -29,6 +29,7 @@ from trinity_buffer.algorithm import (
     Totals,
     aggregate_loss,
     build,
+    building,
 )
 from trinity_buffer.algorithm.functional import AGGREGATION_MODES, row_sums, spread
 from trinity_buffer.errors import InvalidArgumentError
@@ -248,3 +249,18 @@ def test_packed_rows_without_a_layout_are_the_step_as_padded_ones_are(
         batch |= {} if ends is None else {"cu_seqlens": ends}
         losses.append(algorithm.loss(batch["logprob"], batch, entropy=batch["entropy"])[0])
     assert_close(losses[1], losses[0])
+
+
+def test_a_micro_batch_that_left_its_layout_behind_is_warned_of_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    building._warn_of_copy.cache_clear()
+    algorithm, step = build("grpo", kl_loss_fn="none"), make_step(torch.float64)
+    batch, _ = step.microbatch([0, 1], packed=False)
+    algorithm.loss(batch["logprob"], batch)
+    batch["sample_index"] = torch.tensor([0, 1])
+    algorithm.loss(batch["logprob"], batch, layout=step.layout())
+    assert not caplog.messages
+    for _ in range(2):
+        algorithm.loss(batch["logprob"], batch)
+    assert ["give layout=microbatch.layout" in line for line in caplog.messages] == [True]
