@@ -15,7 +15,7 @@ from tests.handles import TrainStep
 from tests.planted_faults.trainer_checks import take_over
 from tests.trainer.data import CONFIG, policy, prepared, rollouts
 from tests.trainer.gradients import train
-from trinity_buffer import open_store, open_train_stream, run_strategy
+from trinity_buffer import open_replay_stream, open_store, open_train_stream, run_strategy
 from trinity_buffer.algorithm import ALGORITHM_TYPE, build
 from trinity_buffer.demo.policy import TransformerCritic, TransformerPolicy
 from trinity_buffer.errors import InvalidArgumentError
@@ -75,6 +75,18 @@ def test_a_resumed_run_ends_with_the_same_weights(
             one.state_dict().items(), other.state_dict().values(), strict=True
         ):
             assert torch.equal(expected, found), key
+
+
+def test_a_replay_into_the_folder_of_its_run_removes_no_checkpoint_of_that(
+    sqlite_url: str, tmp_path: Path
+) -> None:
+    anyio.run(prepared, sqlite_url, build("grpo"))
+    train(sqlite_url, build("grpo"), tmp_path, max_steps=2)
+    with open_replay_stream(sqlite_url, experiment="run") as replay:
+        settings = TrainerSettings(checkpoints=tmp_path, max_steps=2)
+        Trainer(replay, policy(), build("grpo"), settings).run()
+    assert len(list(tmp_path.glob("step-*"))) == 4  # two each
+    assert train(sqlite_url, build("grpo"), tmp_path, max_steps=3)[0].state.step == 3
 
 
 def test_an_adaptive_coefficient_moves(sqlite_url: str, tmp_path: Path) -> None:

@@ -30,13 +30,13 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from trinity_buffer.errors import CheckpointError, NonFiniteError
+from trinity_buffer.pipeline.history.replay import ReplayStream, StepStream
 from trinity_buffer.pipeline.manifest import ManifestChain
 from trinity_buffer.pipeline.train import checkpoint
 from trinity_buffer.trainer import parallel
 from trinity_buffer.trainer.policy import AnyPolicy, Critic, Policy, Trainable, all_finite
 
 if TYPE_CHECKING:
-    from trinity_buffer.pipeline.history.replay import StepStream
     from trinity_buffer.pipeline.train.step import TrainStep
 
 _logger = logging.getLogger(__name__)
@@ -360,7 +360,9 @@ _NAME = re.compile(r"step-(\d+)(?:-(\d+))?")
 """Of a checkpoint: its step, and which one of those of that step it is."""
 
 
-def remove_old(root: Path, *, keep: int, committed: Path) -> None:
+def remove_old(
+    root: Path, *, keep: int, committed: Path, made: Sequence[Path] | None = None
+) -> None:
     """Delete the checkpoints up to ``committed``, but those of the newest ``keep`` steps.
 
     One whose policy is being loaded stays for now.
@@ -368,8 +370,10 @@ def remove_old(root: Path, *, keep: int, committed: Path) -> None:
     Args:
         committed: the one that was committed last; it stays, those that were begun before it for
             the same step go.
+        made: those that may go; None: all under ``root``.
     """
-    names = [(folder, _NAME.fullmatch(folder.name)) for folder in (committed, *root.glob("step-*"))]
+    there = (committed, *(root.glob("step-*") if made is None else made))
+    names = [(folder, _NAME.fullmatch(folder.name)) for folder in there]
     places = {folder: (int(name[1]), int(name[2] or 1)) for folder, name in names if name}
     last = places[committed]
     # None: who took over meanwhile has gone on, and tidied up to where it is.
@@ -599,6 +603,8 @@ class Commits:
     ) -> None:
         self._stream, self._processes, self._file_name = stream, processes, policy.file_name
         self._root, self._keep, self._beside = root, keep, beside
+        # A replay may write beside the run that it repeats, whose own checkpoints stay.
+        self._made: list[Path] | None = [] if isinstance(stream, ReplayStream) else None
         self._copies = parallel.HostCopies(copied=beside)
         self._last: Future[None] | None = None
         self._shared = any(map(parallel.is_sharded, policy.parameters()))
@@ -694,4 +700,6 @@ class Commits:
     def _tidy_up(self, committed: Path) -> None:
         # A trainer that took over may have gone back, to a checkpoint that would be removed here.
         if self._keep is not None and self._stream.leads():
-            remove_old(self._root, keep=self._keep, committed=committed)
+            if self._made is not None:
+                self._made.append(committed)
+            remove_old(self._root, keep=self._keep, committed=committed, made=self._made)
