@@ -310,7 +310,7 @@ async def test_a_pair_has_the_tokens_of_both_its_rows(store_url: str) -> None:
     assert (line.tokens, line.trained_tokens) == (computed, 6) == (18, 6)
     assert [row.length for row in rows] == [of.runs[0].length for of in groups] == [9, 9]
     assert event.summary.endswith(", 18 tokens")
-    assert any(reason.what.startswith("recorded, 9 tokens") for reason in reasons)
+    assert "recorded, 9 tokens, no reward" in [reason.what for reason in reasons]
 
 
 async def test_the_line_of_an_event_takes_each_run_once(sqlite_url: str) -> None:

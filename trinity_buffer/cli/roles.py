@@ -297,7 +297,9 @@ async def explore(url: str, experiment: str, *, actor: str, say: Say, **options:
         made = f"{report.experiences} recorded"
         if report.reward is not None:
             made = f"{report.rollouts} rollouts, reward {report.reward:.3f}"
-        say(f"{report.batch}: {made}, policy {report.policy_version}{repaired}")
+        version = report.policy_version
+        policy = "" if version is None else f", policy {version}"  # a server's is that of each turn
+        say(f"{report.batch}: {made}{policy}{repaired}")
 
     async with open_store(url) as store:
         opened = await store.experiment(experiment)

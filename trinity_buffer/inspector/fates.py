@@ -290,7 +290,8 @@ def _of_the_writer(eid: EID, batch: BatchRow | None, row: ExperienceRow | None) 
     if row is None:
         yield None, f"never stored: no explorer wrote run {eid.run} of task {eid.task}"
         return
-    yield position_of(row.address), f"recorded, {row.num_tokens} tokens, reward {row.reward}"
+    reward = "no reward" if row.reward is None else f"reward {row.reward}"
+    yield position_of(row.address), f"recorded, {row.num_tokens} tokens, {reward}"
     if row.refused is not None:
         yield position_of(row.address), f"refused at the door: {row.refused}"
 
