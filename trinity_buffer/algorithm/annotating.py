@@ -56,9 +56,11 @@ def annotate(experience: Experience, score: float) -> None:
             f"{experience.eid.uid}: advantages need an action_mask, it is None"
         )
     # A mask selects: 255 and -1, which older stores may hold, are no weights. A bool mask times a
-    # Python number is float32; a float mask keeps its own type.
+    # Python number is float32; one of 16 bits would round the score.
     chosen = mask if mask.dtype == torch.bool else mask != 0
-    experience.advantages = (chosen.to(mask.dtype) if mask.is_floating_point() else chosen) * score
+    if mask.is_floating_point():
+        chosen = chosen.to(torch.promote_types(mask.dtype, torch.float32))
+    experience.advantages = chosen * score
     # A clone: a strategy behind this one may change either in place.
     experience.returns = experience.advantages.clone()
 
