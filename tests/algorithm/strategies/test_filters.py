@@ -72,6 +72,31 @@ async def test_an_outcome_that_is_no_number_is_neither_success_nor_failure(outco
     assert [why for _, why in rejected(writer)] == ["invalid: accuracy", "all_wrong"]
 
 
+def turns(outcomes: list[Any], task: str) -> list[Experience]:
+    """Return runs of three rows, of which the last has a shaped reward and the ``accuracy``."""
+    rows = [
+        [rollout(task, run, reward, step=step) for step, reward in enumerate((None, None, 0.3))]
+        for run in range(len(outcomes))
+    ]
+    for of_run, outcome in zip(rows, outcomes, strict=True):
+        of_run[-1].metrics["accuracy"] = outcome
+    return [e for of_run in rows for e in of_run]
+
+
+async def test_the_outcome_of_the_last_row_is_that_of_its_run() -> None:
+    writer = StagedWriter()
+    exps = [*turns([0.0, 0.0], "failed"), *turns([0.0, 1.0], "some"), *turns([1.0, None], "one")]
+    exps += turns([math.nan, 1.0, 0.0], "broken")
+    await DynamicSamplingAddStrategy(writer, over="runs").add(exps, 0)
+    reasons = [(uid.split("/")[1:3], why) for uid, why in rejected(writer)]
+    assert reasons == [
+        *[(["broken", "0"], "invalid: accuracy")] * 3,
+        *[(["failed", run], "all_wrong") for run in "000111"],
+        *[(["one", run], "all_correct") for run in "000111"],
+    ]
+    assert len(written(writer)) == 12
+
+
 async def test_neither_outcome_nor_reward_is_refused() -> None:
     with pytest.raises(InvalidExperienceError, match="reward"):
         await DynamicSamplingAddStrategy(PlainWriter()).add([rollout(reward=None)], 0)

@@ -35,12 +35,12 @@ class OutcomeGateAddStrategy(CountsOver, add_strategy.AddStrategy):
     Args:
         writer: where the kept groups go.
         metric_key: the outcome, looked up in ``metrics``, then in ``info``; where it is in neither,
-            the reward counts.
+            of no row of a run, the reward counts.
         correct_threshold: a run succeeds if its outcome is above it.
         min_correct: groups with fewer successes are rejected as ``all_wrong``.
         min_wrong: groups with fewer failures are rejected as ``all_correct``.
         kwargs: of `CountsOver` and `AddStrategy`. Over runs, a run succeeds or fails by the mean
-            outcome of its rows.
+            outcome of its rows that have one.
     """
 
     families: ClassVar[tuple[str, ...]] = ("light",)
@@ -72,13 +72,23 @@ class OutcomeGateAddStrategy(CountsOver, add_strategy.AddStrategy):
         return await self._write_groups(passing), metrics if groups else {}
 
     def _problems(self, experiences: Sequence[Experience]) -> Iterator[Problem]:
-        for experience in experiences:
-            outcome = self._metric(experience)
+        for experience, outcome in self._judged(experiences):
             # A row without the metric is judged by its reward, and needs one then.
             if outcome is None:
                 yield from annotating.problems_of([experience], ("reward",))
             elif not math.isfinite(outcome):  # a grader that broke has not found an answer wrong
-                yield Problem([experience], experience, f"{self.metric_key} is {outcome}")
+                of_run = [e for e in experiences if e.eid.rid == experience.eid.rid]
+                together = of_run if self.over == "runs" else [experience]
+                yield Problem(together, experience, f"{self.metric_key} is {outcome}")
+
+    def _judged(self, exps: Sequence[Experience]) -> list[tuple[Experience, float | None]]:
+        """Return the rows by which ``exps`` are judged, each with its metric, if it has one."""
+        rows = [(e, self._metric(e)) for e in exps]
+        if self.over == "rows":
+            return rows
+        # Of a run often the last row alone is graded, which counts for all of them.
+        graded = {e.eid.rid for e, metric in rows if metric is not None}
+        return [(e, m) for e, m in rows if m is not None or e.eid.rid not in graded]
 
     def _metric(self, experience: Experience) -> float | None:
         outcome = experience.metrics.get(self.metric_key, experience.info.get(self.metric_key))
@@ -86,11 +96,10 @@ class OutcomeGateAddStrategy(CountsOver, add_strategy.AddStrategy):
 
     def _reason(self, group: Sequence[Experience]) -> str | None:
         """Return why ``group`` is left out, or None."""
-        metrics = [self._metric(e) for e in group]
-        outcomes = [reward_of(e) if m is None else m for e, m in zip(group, metrics, strict=True)]
-        of_runs = group_scores.run_means(
-            np.array(outcomes, np.float64), annotating.runs_of(group, self.over)
-        )
+        judged = self._judged(group)
+        outcomes = np.array([reward_of(e) if m is None else m for e, m in judged], np.float64)
+        runs = annotating.runs_of([e for e, _ in judged], self.over)
+        of_runs = group_scores.run_means(outcomes, runs)
         correct = int((of_runs > self.correct_threshold).sum())
         if correct < self.min_correct:
             return "all_wrong"
