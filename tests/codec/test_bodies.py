@@ -4,8 +4,10 @@ import subprocess
 import sys
 from datetime import date
 from decimal import Decimal
+from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -53,6 +55,16 @@ def test_values_of_users_come_back_with_their_types(value: object) -> None:
 def test_what_would_come_back_as_something_else_is_refused(value: object) -> None:
     with pytest.raises(InvalidArgumentError, match=r"ExperimentCreated\['config'\]\['extra'\]"):
         new_event(events.ExperimentCreated(config={"extra": value}))
+
+
+def test_a_reward_of_numpy_that_an_older_version_wrote_is_read() -> None:
+    names = events.ExperienceColumns.__struct_fields__
+    row = ["b", 0, 0, 0, "", np.float64(0.5), 0, 1, 2, 1, 1, "dpo", None, b"d"]
+    values: dict[str, Any] = {name: [value] for name, value in zip(names, row, strict=True)}
+    columns = events.ExperienceColumns(**values)
+    fact = events.ExperiencesRecorded(segment=b"k", families={}, columns=columns, refused={})
+    back = decode_fact("ExperiencesRecorded", new_event(fact).encoded)
+    assert repr(back) == repr(fact)  # its digest is of this type
 
 
 def renamed(monkeypatch: pytest.MonkeyPatch, *, version: int) -> None:

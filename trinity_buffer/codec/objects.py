@@ -19,6 +19,7 @@ from typing import Any, TypeAlias
 
 import msgpack
 import msgspec
+from msgspec import structs
 
 from trinity_buffer import events
 from trinity_buffer.codec.blob import Buffer
@@ -361,10 +362,27 @@ def decode_fact(kind: str, blob: Buffer) -> events.Fact:
             return decoder.decode(blob)
         except (msgspec.DecodeError, CodecError, ValueError, TypeError, RecursionError):
             pass  # of another version, with a text that is no UTF-8, or damaged
+    body = decode_body(kind, blob)
     try:
-        return msgspec.convert(decode_body(kind, blob), cls)
+        if cls is events.ExperiencesRecorded:
+            return _recorded(body)
+        return msgspec.convert(body, cls)
     except msgspec.ValidationError as error:
         raise CodecError(f"the body of an event {kind} is damaged: {error}") from error
+
+
+def _recorded(body: dict[str, Any]) -> events.ExperiencesRecorded:
+    """Return a fact whose rewards may be NumPy's float64; then its digests are of those.
+
+    Such were written where one was assigned as a reward, up to version 0.1.0.
+    """
+    kind = events.ExperiencesRecorded
+    match body:
+        case {"meta": {"reward": [*rewards]} as meta} if {*map(type, rewards)} - _DIRECT:
+            plain = [float(value) if isinstance(value, float) else value for value in rewards]
+            fact = msgspec.convert({**body, "meta": {**meta, "reward": plain}}, kind)
+            return structs.replace(fact, columns=structs.replace(fact.columns, reward=rewards))
+    return msgspec.convert(body, kind)
 
 
 def encode_body(kind: str, body: Mapping[str, Any]) -> bytes:
