@@ -54,6 +54,21 @@ def test_a_trainer_keeps_its_checkpoints_beside_another_of_its_experiment(
     assert "resumes after step 2" in again.out
 
 
+@pytest.mark.parametrize("name", [".", "..", "跑" * 100])
+def test_any_name_of_an_experiment_has_a_folder_of_its_own(
+    cli: Cli, tmp_path: Path, name: str
+) -> None:
+    store = tmp_path / "runs" / "store.db"
+    for experiment in ("first", name):
+        place = ("--store", store, "--experiment", experiment)
+        assert cli("explore", *place, "--actor", "e0", "--batches", 1, *SETS).code == 0
+        assert cli("annotate", *place).code == 0
+        ended = cli("train", *place)
+        assert ended.code == 0, ended.err
+    steps = [*store.with_suffix(".checkpoints").rglob("step-*")]
+    assert len({step.parent for step in steps}) == 2
+
+
 def test_an_explorer_that_has_all_its_batches_says_so(cli: Cli, tmp_path: Path) -> None:
     words = ("explore", "--store", tmp_path / "store.db", "--actor", "e0", "--batches", 1, *SETS)
     assert cli(*words).code == 0

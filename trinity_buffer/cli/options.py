@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from copy import copy
 from functools import partial, wraps
+from hashlib import sha256
 from inspect import Parameter, Signature, getdoc, iscoroutinefunction, signature
 from math import isnan
 from pathlib import Path
@@ -240,9 +241,22 @@ async def folder_beside(url: str, experiment: str) -> Path:
         first, *_ = await store.experiments()
         trainer = (await store.experiment(experiment)).config.get("trainer") or "trainer"
     base = path.with_suffix(".checkpoints")
-    folder = base if experiment == first else base / quote(experiment, safe="")
+    folder = base if experiment == first else base / _folder_of(experiment)
     # The folder of an experiment has no "=" in its name.
-    return folder if trainer == "trainer" else folder / f"trainer={quote(str(trainer), safe='')}"
+    return folder if trainer == "trainer" else folder / f"trainer={_folder_of(str(trainer))}"
+
+
+def _folder_of(name: str) -> str:
+    """Return the name of a folder that no other name has."""
+    part = quote(name, safe="")
+    if part in {".", ".."}:  # which are folders of others
+        return part.replace(".", "%2E")
+    # A folder's name has 255 bytes, and a letter may take twelve here.
+    digest = sha256(name.encode()).hexdigest()
+    return part if len(part) <= _LONGEST else f"{part[: _LONGEST - len(digest)]}{digest}"
+
+
+_LONGEST = 240
 
 
 async def awaited_experiment(url: str, experiment: str | None) -> str:
