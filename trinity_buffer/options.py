@@ -259,7 +259,7 @@ def section_of(kind: Any) -> type[Options] | None:
 @takes_old_names
 @dataclass(frozen=True, kw_only=True)
 class GroupingRules(Options):
-    """How experiences become groups."""
+    """How experiences become groups: keys of the configuration (docs/configuration.md)."""
 
     rollouts_per_group: Runs | None = None
     """runs per group of unplanned batches; plans state their own number. Without it, such a group
@@ -286,7 +286,9 @@ class StepSize(Options):
 class AdmissionOptions(StepSize):
     """Bounds within which explorers may plan; without them they plan ahead for ever."""
 
-    trainer: Annotated[str, Meta(min_length=1, description="a text")] = "trainer"
+    trainer: Annotated[str, Meta(pattern="^[^/]+$", description="a text without a slash")] = (
+        "trainer"
+    )
     """name of the trainer consumer, which explorers wait for"""
     max_queued_groups: Count | None = None
     """explorers wait while so many await the trainer; null: none"""

@@ -273,6 +273,13 @@ async def test_a_key_that_nothing_reads_is_refused_with_the_one_that_was_meant(
         assert experiment.config["extra"] == own
 
 
+async def test_a_trainer_that_could_never_be_opened_is_not_configured(store_url: str) -> None:
+    async with open_store(store_url) as store:
+        with pytest.raises(InvalidArgumentError, match=r"trainer='a/b': .* without a slash"):
+            await store.experiment("run", config={"trainer": "a/b"})
+        assert await store.experiments() == []
+
+
 async def test_a_stored_configuration_with_other_keys_still_opens(store_url: str) -> None:
     old = {"schema": "experience", "colour": "red"}
     async with open_store(store_url) as store:
