@@ -209,6 +209,9 @@ class BatchReport:
 class ExploreOptions(BatchOptions, RolloutOptions):
     """How `explore` goes through its tasks: what it plans at once, how it rolls out, and these.
 
+    The others are keys of the configuration, some in its section ``explorer``
+    (docs/configuration.md).
+
     Attributes:
         retry_on: errors that another attempt may mend: TimeoutError among them, and that the store
             refuses what the rollout returned. Any other error ends `explore` at once. What a server

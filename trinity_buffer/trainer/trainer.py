@@ -55,6 +55,9 @@ KEPT_CHECKPOINTS = 2
 class TrainerSettings(OptimizerOptions, TrainingOptions):
     """How gradients become steps: options of the optimizer, of training, and these.
 
+    The others are keys of the configuration, some in its section ``optimizer``
+    (docs/configuration.md).
+
     Attributes:
         checkpoints: folder under which checkpoints are written.
         keep_checkpoints: how many of the newest committed ones stay on the disk; None: all.

@@ -50,7 +50,8 @@ class StreamOptions(StepOptions):
 
     Recorded steps lose only rows that ``damaged_rows``, ``drop`` or ``max_tokens`` removes.
 
-    The options of `StepOptions` default to the experiment's configuration, if it has them.
+    ``groups_per_step``, ``tokens_per_microbatch``, ``layout`` and ``lease_ttl_s`` default to the
+    experiment's configuration, if it has them; docs/configuration.md says what they mean.
 
     Attributes:
         strategy: the annotation set to train on; None: the experiences as recorded.
