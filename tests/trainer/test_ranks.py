@@ -19,6 +19,7 @@ from tests.trainer.data import recorded, rollouts
 from trinity_buffer import open_store
 from trinity_buffer.errors import InvalidArgumentError, LeaseLostError
 from trinity_buffer.events import RankJoined
+from trinity_buffer.pipeline.coordination import waiting
 from trinity_buffer.pipeline.train.ranks import RankSession
 
 OPTIONS = {"strategy": None, "groups_per_step": 2, "world_size": 2}
@@ -243,6 +244,65 @@ async def test_rank_0_hears_that_the_process_of_another_is_gone(store_url: str) 
         r"rank 1 of trainer 'trainer' \(pid .*\) is gone: start all .*", str(error)
     )
     assert found, error
+
+
+async def lost_rank(store_url: str, leave: Life) -> str:
+    """Let rank 1 ``leave`` in its first step; return what the commit of rank 0 raises."""
+
+    async def commit(stream: TrainStream, rank: int) -> None:
+        step = await anext(stream)
+        if rank == 1:
+            await leave(stream, rank)
+        else:
+            await stream.commit(step)
+
+    async with open_store(store_url) as store:
+        experiment = await recorded(store, "run", "experience", rollouts())
+        with pytest.raises(ExceptionGroup) as raised:
+            await together(experiment, commit, lease_ttl_s=1.0)
+        assert await events_of(experiment, "StepsCommitted") == []
+    (error,) = raised.value.exceptions
+    assert isinstance(error, LeaseLostError)
+    return str(error)
+
+
+async def test_rank_0_hears_that_another_has_left(store_url: str) -> None:
+    async def leave(_stream: TrainStream, _rank: int) -> None:
+        await anyio.sleep(0.1)
+
+    error = await lost_rank(store_url, leave)
+    assert "rank 1 of trainer 'trainer' (which has left) is gone: start all ranks again" in error
+
+
+async def test_rank_0_hears_that_another_fell_silent_on_its_machine(
+    store_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def fall_silent(stream: TrainStream, _rank: int) -> None:
+        there = "UPDATE presence SET host = 'elsewhere' WHERE role = 'rank 1'"
+        await stream.experiment.database.write(sql(there))
+        await anyio.sleep_forever()
+
+    monkeypatch.setattr(waiting, "UNSEEN_S", 0.5)
+    error = await lost_rank(store_url, fall_silent)
+    assert re.search(r"rank 1 of .* \(pid \d+ on host elsewhere, .*\) is gone: start all", error)
+
+
+async def test_a_rank_that_is_heard_of_is_waited_for(
+    store_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def take_long(stream: TrainStream, rank: int) -> None:
+        step = await anext(stream)
+        write, now = stream.experiment.database.write, "last_seen = last_seen + 1"
+        for _ in range(20 * rank):
+            await write(sql(f"UPDATE presence SET host = 'elsewhere', {now} WHERE role = 'rank 1'"))
+            await anyio.sleep(0.1)
+        await stream.commit(step)
+
+    monkeypatch.setattr(waiting, "UNSEEN_S", 1.0)
+    async with open_store(store_url) as store:
+        experiment = await recorded(store, "run", "experience", rollouts())
+        await together(experiment, take_long)
+        assert await events_of(experiment, "StepsCommitted") == ["StepsCommitted"]
 
 
 def ended_process() -> int:

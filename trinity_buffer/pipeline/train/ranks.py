@@ -26,7 +26,7 @@ from trinity_buffer.pipeline.manifest import rows_by_rank
 from trinity_buffer.pipeline.train.options import StreamOptions
 from trinity_buffer.pipeline.train.step import Delivered
 from trinity_buffer.store import leases, log
-from trinity_buffer.store.leases import describe_owner
+from trinity_buffer.store.leases import PresenceRow, describe_owner
 from trinity_buffer.store.log import StoredEvent
 from trinity_buffer.store.transaction import Transaction
 
@@ -74,6 +74,7 @@ class RankSession:
         self._name, self._rank = options.consumer, options.rank
         self._world, self._ttl_s = options.world_size, options.lease_ttl_s
         self._watch = LeaseWatch(options.lease_ttl_s)
+        self._heard: dict[tuple[str, int], LeaseWatch] = {}  # from processes of other machines
         self._position = 0  # of the assembly
         self._read_up_to = 0
         self._joined = 0  # position of its own last join; of rank 0, its call
@@ -130,8 +131,8 @@ class RankSession:
             The number of rows that each rank took, for each step.
 
         Raises:
-            LeaseLostError: another process took over, or a rank started again, or its process is
-                certainly gone.
+            LeaseLostError: another process took over, or a rank started again, has left, or is
+                gone: at once where its process was of this machine, else after `UNSEEN_S`.
             InvalidArgumentError: a rank took too few or too many rows of a step.
         """
         others, steps = range(1, self._world), [of.manifest.step for of in delivered]
@@ -144,7 +145,7 @@ class RankSession:
                 f"{await self._late(late, steps[-1])} to commit step {steps[-1]}: every rank calls "
                 "commit, and if one is gone, start all of them again"
             )
-            await self.wait.changed(state, timeout_s=self._ttl_s / 4)
+            await self.wait.changed(state, timeout_s=min(self._ttl_s, waiting.UNSEEN_S) / 4)
             if lease.lost is not None:
                 raise lease.lost
         self.wait.over()
@@ -164,15 +165,15 @@ class RankSession:
         """Describe these ranks, which are late with ``step``, and when each was last seen.
 
         Raises:
-            LeaseLostError: the process of one is certainly gone.
+            LeaseLostError: one has left, or is gone.
         """
         processes = await self._database.read(leases.processes, self._experiment.key)
         late = []
         for rank in ranks:
             who = (f"rank {rank}", self._name)
             lives = [row for row in processes if (row.role, row.name) == who]
-            place = waiting.describe_process(lives[0]) if lives else "which is not there"
-            if lives and all(map(waiting.has_ended, lives)):
+            place = waiting.describe_process(lives[0]) if lives else "which has left"
+            if all(map(self._is_gone, lives)):
                 await self._read()  # it may have finished its part before it ended
                 if (rank, step) not in self._rows:
                     raise LeaseLostError(
@@ -181,6 +182,17 @@ class RankSession:
                     )
             late.append(f"rank {rank} ({place})")
         return " and ".join(late)
+
+    def _is_gone(self, row: PresenceRow) -> bool:
+        """Return whether the process of a rank has ended, or fell silent on another machine.
+
+        One of this machine may be paused for as long as it lives.
+        """
+        if waiting.is_this_host(row.host):
+            return waiting.has_ended(row)
+        process = row.host, row.pid
+        heard = self._heard.setdefault(process, LeaseWatch(waiting.UNSEEN_S))
+        return heard.is_free((f"{row.host}:{row.pid}::", 0, row.last_seen))
 
     async def end(self, last_step: int) -> None:
         """Tell the other ranks that there are no steps after ``last_step``."""
@@ -252,18 +264,21 @@ class RankSession:
     # ------------------------------------------------------------------------------------------
 
     async def _join(self) -> None:
-        if self._presence is not None:
-            await self._presence.seen(at_once=True)
         here = events.RankJoined(consumer=self._name, rank=self._rank, world_size=self._world)
-        self._joined = self._read_up_to = await self._append(here)
+        self._joined = self._read_up_to = await self._append(here, self._presence)
         self._called = False
 
-    async def _append(self, fact: OfRanks, *, token: int | None = None) -> int:
+    async def _append(
+        self, fact: OfRanks, presence: waiting.Presence | None = None, *, token: int | None = None
+    ) -> int:
         key, event = self._experiment.key, new_event(fact)
+        heartbeat = None if presence is None else presence.first()
 
         def append(tx: Transaction) -> list[log.Place]:
             if token is not None:
                 leases.require(tx, key, self._name, token=token)
+            if heartbeat is not None:  # a rank that joined and is not there has left
+                leases.record_presence(tx, key, heartbeat)
             return log.append(tx, key, [(self._name, event)])
 
         with anyio.CancelScope(shield=True):
