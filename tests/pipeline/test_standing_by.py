@@ -26,13 +26,15 @@ from tests.pipeline.watching import Killed, Watcher, killed_at
 from tests.raw_store import rows, take_lease, this_host
 from trinity_buffer import StrategyConsumer, run_strategy, verify
 from trinity_buffer.errors import LeaseLostError
+from trinity_buffer.events import now_us
 from trinity_buffer.experience import Experience
 from trinity_buffer.inspector import compare_sets, leases
 from trinity_buffer.inspector.source import now
 from trinity_buffer.pipeline.annotate.grouping import UnitReader
-from trinity_buffer.pipeline.coordination.lease import StrategyLease
+from trinity_buffer.pipeline.coordination.lease import Held, StrategyLease
 from trinity_buffer.pipeline.coordination.waiting import is_paused, start_of, task_group
 from trinity_buffer.store import leases as store_leases
+from trinity_buffer.store.transaction import Transaction
 
 NAME = deciding.NAME
 OTHER = os.getppid()
@@ -308,6 +310,30 @@ async def test_who_lost_a_lease_to_another_waits_twice_as_long_for_it(store_url:
             while not await lease.ask():
                 await anyio.sleep(0.001)
         assert time.monotonic() - began >= 2 * ttl_s
+
+
+async def test_who_comes_too_late_for_a_lease_waits_no_longer_for_it(
+    store_url: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Late(StrategyLease):
+        """Sees that the lease is free, and another takes it."""
+
+        times = 0
+
+        @override
+        def take(self, tx: Transaction, seen: Held) -> bool:
+            self.times += 1
+            if self.times == 1:
+                take = partial(store_leases.acquire, owner=owner(), ttl_us=0)
+                take(tx, *self.of, now_us=now_us())
+            return super().take(tx, seen)
+
+    async with opened(store_url) as experiment:
+        lease = Late(experiment.database, experiment.key, NAME, 0.2)
+        with anyio.fail_after(20):
+            while not await lease.ask():
+                await anyio.sleep(0.01)
+        assert "was not heard of for 0.2 s" in caplog.text
 
 
 @pytest.mark.parametrize(

@@ -208,7 +208,7 @@ class StrategyLease(Lease):
                 self.is_held, self.token = True, held[1]
             elif held is None or self._watch.is_free(held):
                 self._took = True  # also if we are cancelled while it is being taken
-                self.is_held = await self.database.write(self.take, held)
+                self.is_held = self._took = await self.database.write(self.take, held)
                 if self.is_held and self.held_by is not None:
                     who = describe_owner(self.held_by if held is None else held[0])
                     silent = f"was not heard of for {self._watch.ttl_s:g} s"
