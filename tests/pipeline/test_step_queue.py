@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, cast
 
@@ -14,9 +15,11 @@ from tests.contract.making import group, opened
 from tests.handles import Experiment, TrainStep
 from tests.raw_store import rows
 from trinity_buffer import open_train_stream, run_strategy
-from trinity_buffer.errors import InvalidArgumentError
+from trinity_buffer.errors import InvalidArgumentError, StoreError
+from trinity_buffer.pipeline.coordination.lease import TrainerLease
 from trinity_buffer.pipeline.train import stream as streams
 from trinity_buffer.pipeline.train.step import Commit, LastCommits, StepQueue
+from trinity_buffer.store.transaction import Transaction
 
 GROUPS = 8
 
@@ -128,6 +131,54 @@ async def test_a_stream_that_is_closed_has_ended(store_url: str) -> None:
         assert next(stream).step == 1
     with pytest.raises(StopIteration):
         next(stream)
+
+
+@pytest.fixture
+async def two_steps(sqlite_url: str) -> str:
+    async with opened(sqlite_url, rollouts_per_group=4) as experiment:
+        for task in range(2):
+            await experiment.writer("e0").write(group(task=task))
+        await run_strategy(experiment, "grpo", {"epsilon": 1e-6})
+    return sqlite_url
+
+
+def fail_to_renew(monkeypatch: pytest.MonkeyPatch, error: Exception) -> threading.Event:
+    """Let the first renewal of a trainer's lease raise ``error``; return what tells of the next."""
+    renew, errors, renewed = TrainerLease.renew, [error], threading.Event()
+
+    def fail_once(lease: TrainerLease, tx: Transaction) -> None:
+        if errors:
+            raise errors.pop()
+        renew(lease, tx)
+        renewed.set()
+
+    monkeypatch.setattr(TrainerLease, "renew", fail_once)
+    return renewed
+
+
+def test_a_lease_that_a_full_disk_keeps_from_renewal_is_renewed_later(
+    two_steps: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    renewed = fail_to_renew(monkeypatch, StoreError("the disk is full"))
+    options: dict[str, Any] = {"strategy": "grpo", "groups_per_step": 1, "lease_ttl_s": 0.2}
+    with open_train_stream(two_steps, experiment="run", **options) as stream:
+        stream.commit(next(stream))
+        assert renewed.wait(20)
+        stream.commit(next(stream))
+        assert list(stream) == []
+    assert "trainer 'trainer' cannot renew its lease: the disk is full" in caplog.text
+
+
+def test_a_stream_that_is_cancelled_does_not_look_like_one_at_its_end(
+    two_steps: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fail_to_renew(monkeypatch, ZeroDivisionError("not the store's"))
+    options: dict[str, Any] = {"strategy": "grpo", "follow": True, "lease_ttl_s": 0.2}
+    with ExitStack() as stack:
+        stack.enter_context(pytest.raises(ZeroDivisionError, match="not the store's"))
+        stream = stack.enter_context(open_train_stream(two_steps, experiment="run", **options))
+        with pytest.raises(StoreError, match="'trainer' was cancelled before its end"):
+            list(stream)
 
 
 def test_a_commit_of_many_steps_is_remembered_with_all_of_them() -> None:

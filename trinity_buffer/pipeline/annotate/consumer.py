@@ -542,6 +542,7 @@ class StrategyConsumer:
         database = self.experiment.database
         experiences = await load_experiences(database, self._cache, rows, self._families)
         bad = {e.address or 0: "damaged" for e in experiences if e.damaged is not None}
+        # `archived` is set only where the row's tensors cannot be read here and now.
         absent = [pair for pair in zip(rows, experiences, strict=True) if pair[1].archived]
         keys = [row.segment for row, _ in absent]
         left = await database.read(segments.archived_at, keys) if keys else {}

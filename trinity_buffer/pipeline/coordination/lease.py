@@ -355,8 +355,9 @@ class TrainerLease(Lease):
     async def keep(self) -> None:
         """Renew until cancelled, or until a newer token is seen.
 
-        A store that cannot be reached ends nothing here: an expired lease can still be renewed
-        unless another process took it, and the code that uses the store reports the error.
+        An error of the store ends nothing here, be it a full disk or a server that is away: an
+        expired lease can still be renewed unless another process took it, and the code that uses
+        the store reports the error.
         """
         while self.lost is None:
             await anyio.sleep(self.ttl_s / HEARTBEATS_PER_TTL)
@@ -364,7 +365,7 @@ class TrainerLease(Lease):
                 await self.database.write(self.renew)
             except errors.LeaseLostError as error:
                 self.lost = error
-            except (errors.StoreUnavailableError, errors.StoreBusyError) as error:
+            except errors.StoreError as error:
                 _logger.warning("trainer %r cannot renew its lease: %s", self.consumer, error)
 
     @override

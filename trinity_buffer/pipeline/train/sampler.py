@@ -450,6 +450,7 @@ class StepSampler:
         places, rows, lost = self._sound_rows(s, first, served, leaving, unfit, drops=drops)
         if not (lost or changes_ranks):
             return
+        # Rows keep their groups and their order within a group; groups are dealt anew to the ranks.
         order, plans = plan_again(world_size, first, rows, places)
         manifest, sources = manifests.repartitioned(first, order, plans), ["", *first.sources]
         lost_from = [sources[first.source[place]] if first.source else "" for place in sorted(lost)]

@@ -69,7 +69,8 @@ from trinity_buffer.store.transaction import ReadSession, Session, Transaction
 
 IN_ONE_GO_S = 0.05
 """Steps are made in one session for so long while the trainer asks for more: other writers of this
-process have to wait meanwhile, and its waiting tasks hear of the commits at the end only."""
+process wait meanwhile, those of others only while SQLite is written to; tasks of this process that
+wait for a commit hear of all of them at the end."""
 
 LOOK_AGAIN_S = 1.0
 """Interval of checks whether the strategy of a finished experiment is still alive."""
@@ -95,6 +96,7 @@ class TrainStream(CommitDoor[Coroutine[Any, Any, None]]):
         presence: heartbeats of this rank.
         queue: the steps that are ready.
         lease: the trainer's lease, of rank 0 alone.
+        closed: its reader has left it.
         failed: an error ended the loop that reads it.
     """
 
@@ -108,7 +110,7 @@ class TrainStream(CommitDoor[Coroutine[Any, Any, None]]):
         self.device = options.device
         self.resume: Resume | None = None
         self.incomplete_groups = 0
-        self.failed = False
+        self.closed = self.failed = False
         self.queue = StepQueue(options.prefetch)
         self._database = experiment.database
         self._loader = RowLoader(EventCache(experiment.key, experiment.name))
@@ -137,13 +139,18 @@ class TrainStream(CommitDoor[Coroutine[Any, Any, None]]):
 
     async def run(self) -> None:
         """Put steps into the queue until there are no more; errors are raised to its reader."""
-        failure: Exception | None = None
+        # What goes on beside it may fail and cancel it: that is not the end of the steps.
+        failure: Exception | None = StoreError(
+            f"the stream of trainer {self.options.consumer!r} was cancelled before its end: "
+            "where it is closed, it raises why"
+        )
         try:
             await self._serve()
+            failure = None
         except Exception as error:  # noqa: BLE001 - re-raised where the stream is read
             failure = error
         finally:
-            self.queue.end(failure)
+            self.queue.end(None if self.closed else failure)
 
     @abstractmethod
     async def _serve(self) -> None:
@@ -235,8 +242,8 @@ class TrainStream(CommitDoor[Coroutine[Any, Any, None]]):
         # Two concurrent commits of the same steps would both find them uncommitted.
         async with self._committing:
             if step.step <= self._committed:
-                # Said again, as after an answer that was lost. Compared are the checkpoint and the
-                # policy, where it names them.
+                # Said again, as after an answer that was lost. A checkpoint and a policy that it
+                # names must be those of this stream's commit; of another's, nothing is known here.
                 self._commits.require_same(step.step, request)
                 return
             steps = range(self._committed + 1, step.step + 1)
@@ -495,7 +502,6 @@ class LeadingStream(TrainStream):
         name, steps = self.options.consumer, [of.manifest.step for of in delivered]
         rows = [[of.rows] for of in delivered]
         if self.options.world_size > 1:
-            # Whether a rank on another machine lives it cannot know: it waits, and says so.
             rows = await self._ranks.all_parts(delivered, self.lease)
         checkpoint, published, skipped = request.checkpoint, request.policy, request.skipped
         known = dict(request.digests)  # checkpoint and policy may share files
@@ -658,6 +664,7 @@ async def open_async_train_stream(
         await stream.prepare()
         await stack.enter_async_context(task_group(stream.run))
         yield stream
+        stream.closed = True
         stream.warn_of_uncommitted()
 
 
