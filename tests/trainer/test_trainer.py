@@ -89,6 +89,18 @@ def test_a_replay_into_the_folder_of_its_run_removes_no_checkpoint_of_that(
     assert train(sqlite_url, build("grpo"), tmp_path, max_steps=3)[0].state.step == 3
 
 
+def test_a_trainer_that_begins_in_the_folder_of_another_is_told(
+    sqlite_url: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    anyio.run(prepared, sqlite_url, build("grpo"))
+    for steps in (1, 2):
+        train(sqlite_url, build("grpo"), tmp_path, max_steps=steps)
+    assert "there are some already" not in caplog.text
+    train(sqlite_url, build("grpo"), tmp_path, max_steps=1, consumer="other")
+    assert "'other' begins with step 1 and removes old checkpoints" in caplog.text
+    assert "there are some already, such as step-00000001: if" in caplog.text
+
+
 def test_an_adaptive_coefficient_moves(sqlite_url: str, tmp_path: Path) -> None:
     adaptive = {"adaptive": True, "target_kl": 1e-6, "horizon": 10.0, "kl_coef": 0.1}
     algorithm = build("grpo", kl_loss_fn_args=adaptive)

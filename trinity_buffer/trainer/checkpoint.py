@@ -32,6 +32,7 @@ from torch import Tensor
 from trinity_buffer.errors import CheckpointError, NonFiniteError
 from trinity_buffer.pipeline.history.replay import ReplayStream, StepStream
 from trinity_buffer.pipeline.manifest import ManifestChain
+from trinity_buffer.pipeline.sync_stream import SyncTrainStream
 from trinity_buffer.pipeline.train import checkpoint
 from trinity_buffer.trainer import parallel
 from trinity_buffer.trainer.policy import AnyPolicy, Critic, Policy, Trainable, all_finite
@@ -606,6 +607,17 @@ class Commits:
         # A replay may write beside the run that it repeats, whose own checkpoints stay.
         self._made: list[Path] | None = [] if isinstance(stream, ReplayStream) else None
         self._copies = parallel.HostCopies(copied=beside)
+        if isinstance(stream, SyncTrainStream) and stream.resume is None and keep is not None:
+            there = min(root.glob(f"step-*/{checkpoint.MANIFESTS_FILE}"), default=None)
+            if there is not None:
+                _logger.warning(
+                    "trainer %r begins with step 1 and removes old checkpoints, and in %s there "
+                    "are some already, such as %s: if they are another trainer's, give each a "
+                    "folder of its own (checkpoints=), or keep all (keep_checkpoints=None)",
+                    stream.options.consumer,
+                    root,
+                    there.parent.name,
+                )
         self._last: Future[None] | None = None
         self._shared = any(map(parallel.is_sharded, policy.parameters()))
         self._writers = parallel.Processes()
