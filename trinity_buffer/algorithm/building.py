@@ -287,7 +287,7 @@ def _layout_of(batch: Mapping[str, Any]) -> BatchLayout | None:
     layout: BatchLayout | None = getattr(batch, "layout", None)
     # Only the micro-batches of a stream have a sample_index.
     if layout is None and "sample_index" in batch and not torch.compiler.is_compiling():
-        _warn_of_copy()
+        warn_of_copy()
     if layout is None and "cu_seqlens" in batch:  # a dict of the tensors, moved to a device, say
         columns = {name: batch.get(name) for name in ("cu_seqlens", "group_index", "expert_mask")}
         return BatchLayout.of_step(batch["action_mask"], **columns)
@@ -295,7 +295,7 @@ def _layout_of(batch: Mapping[str, Any]) -> BatchLayout | None:
 
 
 @cache
-def _warn_of_copy() -> None:
+def warn_of_copy() -> None:
     """Say, once, that denominators are those of a part of a step."""
     _logger.warning(
         "a loss is given the tensors of a micro-batch without its layout, as in a dict, and "

@@ -254,7 +254,7 @@ def test_packed_rows_without_a_layout_are_the_step_as_padded_ones_are(
 def test_a_micro_batch_that_left_its_layout_behind_is_warned_of_once(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    building._warn_of_copy.cache_clear()
+    building.warn_of_copy.cache_clear()
     algorithm, step = build("grpo", kl_loss_fn="none"), make_step(torch.float64)
     batch, _ = step.microbatch([0, 1], packed=False)
     algorithm.loss(batch["logprob"], batch)
