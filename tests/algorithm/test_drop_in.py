@@ -121,6 +121,26 @@ def test_a_type_that_writes_its_own_default_config_needs_no_recipe() -> None:
     assert built.choices["kl_loss_fn"].name == "k2"
 
 
+@pytest.mark.parametrize(("has_reference", "divergence"), [(True, "k2"), (False, "none")])
+def test_a_type_that_names_no_divergence_has_trinitys_default(
+    has_reference: bool, divergence: str
+) -> None:
+    class Mixed(AlgorithmType):
+        use_critic = False
+        use_reference = has_reference
+        compute_advantage_in_trainer = False
+        can_balance_batch = True
+        schema = "experience"
+
+        @classmethod
+        @override
+        def default_config(cls) -> dict[str, Any]:
+            return {"repeat_times": 8, "advantage_fn": "grpo", "policy_loss_fn": "ppo"}
+
+    assert build(Mixed).choices["kl_loss_fn"].name == divergence
+    assert build(Mixed, kl_loss_fn="none").choices["kl_loss_fn"].name == "none"
+
+
 def test_a_type_that_says_nothing_is_refused_in_words() -> None:
     class Nothing(AlgorithmType):
         schema = "experience"

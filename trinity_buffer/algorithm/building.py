@@ -435,7 +435,10 @@ def recipe_of(kind: type[AlgorithmType]) -> Recipe:
         )
     # What is computed on lists of experiences runs as a strategy, before the trainer.
     stored = [n for n in ADVANTAGE_FN.names() if not ADVANTAGE_FN.get(n).compute_in_trainer()]
-    return Recipe.of_config(kind.default_config(), strategies={*ADD_STRATEGY.names(), *stored})
+    # Trinity's default of a type that names no divergence; its own mix is one.
+    config = {"kl_loss_fn": "k2"} if getattr(kind, "use_reference", False) else {}
+    config |= kind.default_config()
+    return Recipe.of_config(config, strategies={*ADD_STRATEGY.names(), *stored})
 
 
 def _refuse_idle(kind: type[AlgorithmType], part: str, args: Mapping[str, Any]) -> None:
