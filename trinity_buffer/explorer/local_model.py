@@ -29,12 +29,13 @@ from trinity_buffer.sampling import LEAST_TEMPERATURE
 
 @dataclass(eq=False, slots=True)
 class _Asked:
-    """A prompt that waits for its completion, which has tokens once it is made."""
+    """A prompt that waits for its completion, which has tokens once it is made, or an error."""
 
     prompt: list[int]
     max_tokens: int
     tokens: Sequence[int] = ()
     logprobs: Sequence[float] = ()
+    error: InvalidArgumentError | None = None
 
 
 class LocalModel:
@@ -143,11 +144,13 @@ class LocalModel:
         try:
             await anyio.lowlevel.checkpoint()  # who asks at the same time is answered together
             async with self._turn:
-                if not asked.tokens:
+                if not asked.tokens and asked.error is None:
                     batch = self._waiting[: self._max_rows]
                     await anyio.to_thread.run_sync(self._answer, batch)
         finally:
             self._no_longer_waits(asked)
+        if asked.error is not None:
+            raise asked.error
         return Completion(
             prompt_ids=ids,
             token_ids=asked.tokens,
@@ -157,9 +160,24 @@ class LocalModel:
             sampling=None if self._temperature == 1 else {"temperature": self._temperature},
         )
 
-    @torch.inference_mode()
     def _answer(self, batch: Sequence[_Asked]) -> None:
-        """Sample for each of ``batch`` until it has ended."""
+        """Sample for each of ``batch``; by itself, where one of them cannot be answered."""
+        try:
+            made = self._sampled(batch)
+        except InvalidArgumentError as error:
+            for asked in batch if len(batch) > 1 else ():
+                self._answer([asked])
+            if len(batch) == 1:
+                batch[0].error = error
+                self._no_longer_waits(batch[0])
+            return
+        for asked, (tokens, logprobs) in zip(batch, made, strict=True):
+            asked.tokens, asked.logprobs = tokens, logprobs
+            self._no_longer_waits(asked)
+
+    @torch.inference_mode()
+    def _sampled(self, batch: Sequence[_Asked]) -> list[tuple[list[int], list[float]]]:
+        """Return the tokens of each of ``batch`` until it has ended, and their log-probs."""
         # Left-padded: the last position of every row is then the one to sample from.
         pad = partial(pad_sequence, batch_first=True, padding_side="left")
         prompts = [torch.tensor(asked.prompt, dtype=torch.long) for asked in batch]
@@ -190,9 +208,7 @@ class LocalModel:
             ids = drawn[:, None]
             mask = torch.cat([mask, mask.new_ones(len(batch), 1)], 1)
             positions = positions[:, -1:] + 1
-        for asked, (tokens, logprobs) in zip(batch, made, strict=True):
-            asked.tokens, asked.logprobs = tokens, logprobs
-            self._no_longer_waits(asked)
+        return made
 
     def _no_longer_waits(self, asked: _Asked) -> None:
         with suppress(ValueError):  # it was answered, or has left, in another thread
