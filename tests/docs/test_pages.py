@@ -41,3 +41,16 @@ def test_the_block_of_an_adapter_imports_it(module: str, name: str) -> None:
     assert block.startswith(f"from trinity_buffer.integrations.{module} import {name}\n")
     source = DOCS.parent / "trinity_buffer" / "integrations" / f"{module}.py"
     assert f"class {name}(" in source.read_text()
+
+
+def test_the_files_on_the_path_of_an_experience_are_there() -> None:
+    text = (DOCS / "how_it_works.md").read_text()
+    lines = [re.findall(r"[\w/]+\.py\b", line) for line in text.splitlines()]
+    # A bare name is in the folder of the file before it.
+    files = [
+        Path(name) if "/" in name else Path(names[0]).parent / name
+        for names in lines
+        for name in names
+    ]
+    assert len(files) > 15
+    assert [file for file in files if not (DOCS.parent / "trinity_buffer" / file).is_file()] == []
