@@ -69,6 +69,27 @@ def test_any_name_of_an_experiment_has_a_folder_of_its_own(
     assert len({step.parent for step in steps}) == 2
 
 
+def test_stores_whose_names_differ_behind_a_dot_keep_their_checkpoints(
+    cli: Cli, tmp_path: Path
+) -> None:
+    for store in (tmp_path / "lr0.1", tmp_path / "lr0.2"):
+        assert cli("explore", "--store", store, "--actor", "e0", "--batches", 1, *SETS).code == 0
+        assert cli("annotate", "--store", store).code == 0
+        assert cli("train", "--store", store).code == 0
+    checkpoints = [str(path.relative_to(tmp_path)) for path in tmp_path.rglob("step-*")]
+    assert sorted(checkpoints) == [f"lr0.{n}.checkpoints/step-00000001" for n in (1, 2)]
+
+
+@pytest.mark.long
+def test_demos_whose_names_differ_behind_a_dot_lose_nothing(
+    cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("lr0.1", "lr0.2"):
+        ended = cli("demo", "--name", name, *SETS, "--set", "max_steps=2")
+        assert (ended.code, ended.out.splitlines()[-1]) == (0, "lost 0, duplicated 0")
+
+
 def test_an_explorer_that_has_all_its_batches_says_so(cli: Cli, tmp_path: Path) -> None:
     words = ("explore", "--store", tmp_path / "store.db", "--actor", "e0", "--batches", 1, *SETS)
     assert cli(*words).code == 0

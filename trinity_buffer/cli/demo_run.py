@@ -20,7 +20,7 @@ from rich.table import Table
 from rich.text import Text
 
 from trinity_buffer.cli import run_config
-from trinity_buffer.cli.options import make_folder, make_folder_of, path_of
+from trinity_buffer.cli.options import base_of, beside, make_folder, make_folder_of, path_of
 from trinity_buffer.cli.output import Terminal, progress, shown
 from trinity_buffer.cli.roles import device_here, explore
 from trinity_buffer.cli.run_backends import backend_for, require_policies, require_run, task_of
@@ -166,7 +166,7 @@ def demo_place(store: str | None, name: str) -> tuple[str, Path]:
     if store is None:
         return f"sqlite:///{base}.db", base
     path = path_of(store)
-    return store, base if path is None else path.with_suffix("")
+    return store, base if path is None else base_of(path)
 
 
 def figures(lines: Sequence[StepLine]) -> dict[str, str]:
@@ -288,14 +288,14 @@ class Demo:
         async with open_store(self.store) as store:
             # After the store, because opening it may be refused.
             for suffix in (".logs", ".checkpoints", ".acks"):
-                make_folder(self.base.with_suffix(suffix))
+                make_folder(beside(self.base, suffix))
             if self.experiment not in await store.experiments():
                 code = await self._teach(store)
                 if code is not None:
                     return code
                 await self._ask_expert(store)
             experiment = await self._experiment(store)
-            failed, logs = None, self.base.with_suffix(".logs")
+            failed, logs = None, beside(self.base, ".logs")
             supervisor = Supervisor(self._commands(), logs, self.chaos_every_s, self.config.seed)
             self._supervisors.append(supervisor)
             if await experiment.is_finished():
@@ -338,7 +338,7 @@ class Demo:
 
         if not await is_finished():
             self._say(f"first its teacher learns from solutions: experiment {name}")
-            base, config = self.base.with_name(f"{self.base.name}-teacher"), teacher_of(self.config)
+            base, config = beside(self.base, "-teacher"), teacher_of(self.config)
             teacher = replace(
                 self, base=base, experiment=name, config=config, explorers=1, brief=True, _lines=[]
             )
@@ -376,7 +376,7 @@ class Demo:
             kept = "" if wanted == self.config else ", with the configuration that it began with"
             self._say(f"{self._shown} is there already: this resumes it{kept}")
             return experiment
-        model = self.base.with_suffix(".model")
+        model = beside(self.base, ".model")
         if self.config.model == str(model.resolve()) and not model.exists():
             model.parent.mkdir(parents=True, exist_ok=True)
             await anyio.to_thread.run_sync(lambda: make_tiny_model(model, seed=self.config.seed))
@@ -405,7 +405,7 @@ class Demo:
 
     @property
     def _expert_receipts(self) -> Path:
-        return self.base.with_name(f"{self.base.name}-expert").with_suffix(".acks")
+        return beside(self.base, "-expert.acks")
 
     @property
     def _shown(self) -> str:
@@ -420,7 +420,7 @@ class Demo:
     def _commands(self) -> dict[str, list[str]]:
         """Return the roles of a run, as anybody starts them by hand."""
         common = ("--store", self.store, "--experiment", self.experiment)
-        receipts, checkpoints = (str(self.base.with_suffix(s)) for s in (".acks", ".checkpoints"))
+        receipts, checkpoints = (str(beside(self.base, s)) for s in (".acks", ".checkpoints"))
         roles = {
             f"explorer-{number}": ["explore", "--actor", f"e{number}", "--acknowledge", receipts]
             for number in range(self.explorers)
@@ -476,7 +476,7 @@ class Demo:
         lines = self._lines
         last = await experiment.last_checkpoint(self.config.trainer)
         checkpoint = None if last is None else Path(last)
-        receipts = self.base.with_suffix(".acks")
+        receipts = beside(self.base, ".acks")
         with progress() as report_progress:
             report = await verify(experiment, receipts, checkpoint, progress=report_progress)
         self._say(f"reward   {sparkline(curve(lines, 'reward'))}")
@@ -488,13 +488,13 @@ class Demo:
             + f", {seconds:.0f} s"
             + (f", {kills} processes killed" if kills else "")
         )
-        picture = str(self.base.with_suffix(".png"))
+        picture = str(beside(self.base, ".png"))
         if curve(lines, "reward") and save_curve(picture, lines, self.experiment):
             self._say(f"curve: {picture}")
         wrong = "; ".join(map(str, report.problems[:3]))
         verdict = "what was stored holds, but the run failed" if failed else "everything holds"
         self._say(f"verify: {verdict if report.ok else f'FAILED: {wrong}'}")
-        self._say(f"store: {self._shown}   logs: {self.base.with_suffix('.logs')}")
+        self._say(f"store: {self._shown}   logs: {beside(self.base, '.logs')}")
         if not self.brief:
             self._say("try next:")
             commits = "events --after 0 --kind StepsCommitted --limit 3"

@@ -141,6 +141,17 @@ def path_of(url: str) -> Path | None:
     return None if "://" in path else Path(path).expanduser()
 
 
+def base_of(path: Path) -> Path:
+    """Return the path that files beside the store at ``path`` are named after."""
+    # Not `with_suffix`: of lr0.1 and lr0.2 it makes one name.
+    return path.with_name(path.name.removesuffix(".db") or path.name)
+
+
+def beside(base: Path, ending: str) -> Path:
+    """Return the file or folder beside a store that has this ending."""
+    return base.with_name(base.name + ending)
+
+
 def make_folder_of(url: str) -> None:
     """Make the folder that a store will be created in; one on a server has none.
 
@@ -240,7 +251,7 @@ async def folder_beside(url: str, experiment: str) -> Path:
     async with open_store(url, read_only=True) as store:
         first, *_ = await store.experiments()
         trainer = (await store.experiment(experiment)).config.get("trainer") or "trainer"
-    base = path.with_suffix(".checkpoints")
+    base = beside(base_of(path), ".checkpoints")
     folder = base if experiment == first else base / _folder_of(experiment)
     # The folder of an experiment has no "=" in its name.
     return folder if trainer == "trainer" else folder / f"trainer={_folder_of(str(trainer))}"

@@ -71,7 +71,7 @@ def demo(
     url, base = demo_run.demo_place(store or file.store, name)
     named = {"algorithm": algorithm, "seed": seed, "task.name": task, "task.digits": digits}
     chosen = {key: value for key, value in named.items() if value is not None}
-    own_model = base.with_suffix(".model") if model else None
+    own_model = options.beside(base, ".model") if model else None
     recipe = demo_run.demo_config(chosen, own_model, file.values or {}, overrides or [])
     every_s = (chaos_every or 4.0) if chaos else None
     run = demo_run.Demo(url, base, name, recipe, explorers, every_s, limit_s=limit)
