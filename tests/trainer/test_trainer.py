@@ -101,6 +101,23 @@ def test_a_trainer_that_begins_in_the_folder_of_another_is_told(
     assert "there are some already, such as step-00000001: if" in caplog.text
 
 
+@pytest.mark.parametrize("is_trained", [False, True])
+def test_a_reference_that_is_trained_already_is_told(
+    is_trained: bool, sqlite_url: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    anyio.run(prepared, sqlite_url, build("grpo"))
+    train(sqlite_url, build("grpo"), tmp_path, max_steps=1)
+    options: dict[str, Any] = {"strategy": "grpo", "groups_per_step": 2}
+    with open_train_stream(sqlite_url, experiment="run", **options) as stream:
+        model = policy()
+        if is_trained:
+            assert stream.resume is not None
+            assert stream.resume.checkpoint is not None
+            model.restore(stream.resume.checkpoint / model.file_name)
+        Trainer(stream, model, build("grpo"), TrainerSettings(checkpoints=tmp_path))
+    assert ("has the weights after step 1 already" in caplog.text) == is_trained
+
+
 def test_an_adaptive_coefficient_moves(sqlite_url: str, tmp_path: Path) -> None:
     adaptive = {"adaptive": True, "target_kl": 1e-6, "horizon": 10.0, "kl_coef": 0.1}
     algorithm = build("grpo", kl_loss_fn_args=adaptive)

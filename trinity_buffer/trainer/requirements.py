@@ -15,7 +15,7 @@ from trinity_buffer.pipeline.annotate.consumer import RECORDED as RECORDED_SET
 from trinity_buffer.pipeline.history.replay import ReplayStream
 from trinity_buffer.pipeline.sync_stream import SyncTrainStream
 from trinity_buffer.trainer.parallel import Processes
-from trinity_buffer.trainer.policy import Trainable
+from trinity_buffer.trainer.policy import Policy, Trainable
 from trinity_buffer.writer import StagedWriter
 
 _logger = logging.getLogger(__name__)
@@ -159,6 +159,23 @@ def warn_of_unread(algorithm: Algorithm, **models: object) -> None:
     names = {role: None if m is None else type(m).__name__ for role, m in models.items()}
     for message in unread_models(algorithm, **names):
         _logger.warning("%s", message)
+
+
+def warn_of_trained_reference(reference: Policy, policy: Policy, step: int) -> None:
+    """Warn if the model that was given, whose copy is the reference, is that of the last commit.
+
+    Args:
+        reference: the copy; of a model with an adapter, that model.
+        policy: with the weights of the commit.
+        step: of the commit.
+    """
+    pairs = zip(reference.parameters(), policy.parameters(), strict=True)
+    if all(given is not own and torch.equal(given, own) for given, own in pairs):
+        _logger.warning(
+            "the model that was given has the weights after step %d already, and divergences are "
+            "measured from them: give the weights that the run began with, or reference=",
+            step,
+        )
 
 
 def warn_of_rounding(model: Trainable, optimizer: torch.optim.Optimizer) -> None:

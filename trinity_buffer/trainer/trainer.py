@@ -40,6 +40,7 @@ from trinity_buffer.trainer.requirements import (
     require_of,
     require_same_ranks,
     warn_of_rounding,
+    warn_of_trained_reference,
     warn_of_unread,
 )
 
@@ -167,12 +168,12 @@ class Trainer:
                     f"{role}= is the very model that is trained, or shares weights with it, and so "
                     "would change with each step: give a copy (copy.deepcopy), or leave it out"
                 )
-        if reference is not None:
-            reference = policy_of(reference)
-        elif algorithm.needs_reference:
-            reference = reference_of(policy)  # before it takes the weights of a commit
+        is_copied = reference is None and algorithm.needs_reference
+        # Before it takes the weights of a commit.
+        copied = reference_of(policy) if is_copied else None
         with self._bits.asked():
-            self.state = self._begun(policy, stream.resume)
+            self.state = self._begun(policy, stream.resume, copied)
+        reference = copied if reference is None else policy_of(reference)
         for trained, stepped_by in self.state.trained:
             models.require_same_weights(trained, self._processes)
             warn_of_rounding(trained, stepped_by)
@@ -195,8 +196,14 @@ class Trainer:
             )
             warn_of_unread(algorithm, reference=reference, teacher=teacher)
 
-    def _begun(self, policy: Policy, resume: Resume | None) -> TrainerState[Any]:
-        """Return the state after the last commit, or that of the beginning."""
+    def _begun(
+        self, policy: Policy, resume: Resume | None, copied: Policy | None
+    ) -> TrainerState[Any]:
+        """Return the state after the last commit, or that of the beginning.
+
+        Args:
+            copied: the copy of ``policy`` that divergences are measured from.
+        """
         settings, rank = self._settings, self._processes.rank
         if settings.seed is not None:
             torch.manual_seed(settings.seed)  # all ranks have one critic
@@ -218,9 +225,12 @@ class Trainer:
         if resume is None or resume.checkpoint is None:
             return begun
         takes, device = self._optimizer is not None, self._stream.device
-        return load_checkpoint(
+        state = load_checkpoint(
             resume.checkpoint, begun, rank=rank, takes_groups=takes, device=device
         )
+        if copied is not None:
+            warn_of_trained_reference(copied, policy, resume.step)
+        return state
 
     @property
     def policy(self) -> Any:
