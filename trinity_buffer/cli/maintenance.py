@@ -108,6 +108,8 @@ def _lost_and_duplicated(report: VerifyReport) -> str:
         lacking = f"--acknowledged holds no uids; {lacking}"
     if report.lost or report.duplicated:
         return f"{counts}, not all of it measured: {lacking}"
+    if report.acknowledged:
+        return f"lost 0 of {report.acknowledged} acknowledged, else not measured: {lacking}"
     return f"lost, duplicated: not measured: {lacking}"
 
 
