@@ -204,6 +204,21 @@ async def test_positions_that_a_model_lacks_are_named() -> None:
         assert len(said.token_ids) == 4
 
 
+async def test_a_model_that_is_trained_between_calls_says_nothing_with_dropout() -> None:
+    """Nor without a cache, as one that checkpoints its activations."""
+    sizes = {"n_embd": 8, "n_layer": 1, "n_head": 1, "bos_token_id": None, "eos_token_id": None}
+    gpt2 = GPT2LMHeadModel(GPT2Config(vocab_size=32, n_positions=8, embd_pdrop=0.5, **sizes))
+    model = LocalModel(gpt2, Letters(), max_tokens=4)
+    gpt2.train()
+    gpt2.transformer.wte.eval()
+    said = await model.complete("abcd")
+    assert [name for name, own in gpt2.named_modules() if not own.training] == ["transformer.wte"]
+    gpt2.eval()
+    scored = token_scores(gpt2, {"input_ids": torch.tensor([[*said.prompt_ids, *said.token_ids]])})
+    assert said.logprobs is not None
+    torch.testing.assert_close(scored.logprob[0, 4:], torch.tensor(said.logprobs))
+
+
 @pytest.mark.parametrize("temperature", [-1.0, 0.001, math.inf])
 def test_a_temperature_that_servers_do_not_sample_at_is_refused(
     temperature: float, tiny: Path

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -163,7 +163,8 @@ class LocalModel:
     def _answer(self, batch: Sequence[_Asked]) -> None:
         """Sample for each of ``batch``; by itself, where one of them cannot be answered."""
         try:
-            made = self._sampled(batch)
+            with _evaluated(self.model):
+                made = self._sampled(batch)
         except InvalidArgumentError as error:
             for asked in batch if len(batch) > 1 else ():
                 self._answer([asked])
@@ -223,6 +224,18 @@ class LocalModel:
         else:
             tokens = logprobs.argmax(-1)
         return tokens, logprobs.gather(1, tokens[:, None])[:, 0]
+
+
+@contextmanager
+def _evaluated(model: Any) -> Iterator[None]:
+    """Compute without dropout and with a cache, whoever trains the model between the calls."""
+    trained = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module in trained:
+            module.training = True
 
 
 def _require_count(name: str, value: Any) -> None:
