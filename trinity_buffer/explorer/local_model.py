@@ -228,7 +228,7 @@ class LocalModel:
 
 @contextmanager
 def _evaluated(model: Any) -> Iterator[None]:
-    """Compute without dropout and with a cache, whoever trains the model between the calls."""
+    """Compute without dropout and with a cache, though a loop may train the model in between."""
     trained = [module for module in model.modules() if module.training]
     model.eval()
     try:
