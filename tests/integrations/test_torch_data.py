@@ -147,6 +147,24 @@ def test_a_state_leads_back_to_where_its_checkpoint_was_made(url: str, tmp_path:
 
 
 @pytest.mark.parametrize("workers", [0, 1])
+def test_a_state_before_the_first_commit_is_that_of_the_weights(
+    url: str, tmp_path: Path, workers: int
+) -> None:
+    states = [dataset(url).state_dict()]
+    for number in (1, 2):
+        steps = dataset(url)
+        reader = loaded(steps, workers)
+        step = next(reader)
+        states.append(steps.state_dict())
+        steps.commit(step, checkpoint(tmp_path, number))
+        del reader
+    assert states == [{"step": None}, {"step": 0}, {"step": 1}]
+    back = dataset(url)
+    back.load_state_dict(states[-1])
+    assert next(loaded(back, workers=0)).step == 2
+
+
+@pytest.mark.parametrize("workers", [0, 1])
 def test_only_the_first_pass_goes_back_to_a_state(url: str, tmp_path: Path, workers: int) -> None:
     """A later pass would supersede what was committed since, and train it again."""
     steps = dataset(url)

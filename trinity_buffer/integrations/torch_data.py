@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from multiprocessing.connection import Connection
 from multiprocessing.util import Finalize
 from pathlib import Path
@@ -48,10 +48,10 @@ class StepDataset(IterableDataset[TrainStep]):
         self._experiment = experiment
         self._options = options
         self._here: SyncTrainStream | None = None
-        self._committed: int | None = None
         # Without locks: a worker that is killed could hold one for good, and one that is spawned
         # cannot be given those of a process that forks.
         self._go_on_after = mp.Value("q", NOWHERE, lock=False)  # a worker that stays reads it again
+        self._committed = mp.Value("q", NOWHERE, lock=False)
         self._waited_for = mp.Value("q", NO_REQUEST, lock=False)
         self._asking, self._asked = mp.Pipe()
         self._last_request = NO_REQUEST
@@ -77,11 +77,14 @@ class StepDataset(IterableDataset[TrainStep]):
             finally:
                 self._here = None
 
-    def _open(self) -> AbstractContextManager[SyncTrainStream]:
+    @contextmanager
+    def _open(self) -> Iterator[SyncTrainStream]:
         options = dict(self._options)
         if self._go_on_after.value != NOWHERE:
             options["resume_from"] = self._go_on_after.value
-        return open_train_stream(self._url, experiment=self._experiment, **options)
+        with open_train_stream(self._url, experiment=self._experiment, **options) as stream:
+            self._committed.value = 0 if stream.resume is None else stream.resume.step
+            yield stream
 
     def commit(
         self, step: TrainStep, checkpoint: str | Path | None = None, policy: PolicyPath = None
@@ -98,7 +101,7 @@ class StepDataset(IterableDataset[TrainStep]):
             self._here.commit(step, checkpoint, policy)
         else:
             self._ask(step, checkpoint, policy)
-        self._committed = step.step
+        self._committed.value = step.step
         self._go_on_after.value = NOWHERE  # a pass that begins now supersedes nothing
 
     def _ask(self, step: TrainStep, checkpoint: str | Path | None, policy: PolicyPath) -> None:
@@ -124,8 +127,9 @@ class StepDataset(IterableDataset[TrainStep]):
             raise StoreError(f"commit of step {step.step}: {failure}")
 
     def state_dict(self) -> dict[str, int | None]:
-        """Return the last committed step: ``{"step": 12}``, None before the first."""
-        return {"step": self._committed}
+        """Return the last committed step: ``{"step": 12}``, None before a pass has begun."""
+        step = self._committed.value
+        return {"step": None if step == NOWHERE else step}
 
     def load_state_dict(self, state: dict[str, int | None]) -> None:
         """Go on after the step that `state_dict` told; commits that are there now are superseded.
@@ -135,9 +139,9 @@ class StepDataset(IterableDataset[TrainStep]):
         """
         if set(state) != {"step"}:
             raise InvalidArgumentError(f"state {state!r}: expected what state_dict() returned")
-        self._committed = state["step"]
         # Read by the worker when its next pass begins.
-        self._go_on_after.value = NOWHERE if state["step"] is None else state["step"]
+        step = NOWHERE if state["step"] is None else state["step"]
+        self._go_on_after.value = self._committed.value = step
 
 
 class _Worker:
