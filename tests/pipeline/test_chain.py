@@ -173,6 +173,20 @@ def test_lines_of_every_age_are_read(tmp_path: Path) -> None:
     assert found.lost(uids, contents) == ("experience d/0/0/0/", f"experience c/0/0/0/ ({told})")
 
 
+@pytest.mark.parametrize(
+    ("torn", "uids"), [("e0-1/", 2), ("e0-1/t/0/0/\tab", 3), ("e0-1/a/b/1/0/", 2)]
+)
+def test_a_line_that_was_torn_is_no_uid_after_a_restart(
+    tmp_path: Path, torn: str, uids: int
+) -> None:
+    path, whole = tmp_path / "e0.ack", f"e0-0/t/0/0/\t{'ab' * 16}\t{'cd' * 32}\n"
+    path.write_text(whole + torn)
+    Acknowledgements(path).close()
+    with path.open("a") as file:
+        file.write(whole.replace("e0-0", "e0-2"))
+    assert Acknowledged(tmp_path).uids.number == uids
+
+
 def test_files_as_long_as_a_run_take_little_memory(tmp_path: Path) -> None:
     lines = (f"e0-{n}/prompt/0/0/\t{n:032x}\t{n >> 6:064x}\n" for n in range(20_000))
     (tmp_path / "e0.ack").write_text("".join(lines))

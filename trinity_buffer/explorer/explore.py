@@ -164,14 +164,19 @@ class Acknowledgements:
         # Its name may be an actor's, which a POSIX locale would have in ASCII.
         path = Path(os.fsdecode(str(path).encode("utf-8", "surrogateescape")))
         try:
-            torn = path.exists() and path.stat().st_size and not path.read_bytes().endswith(b"\n")
+            noted = path.read_bytes() if path.exists() else b""
             self._descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
         except OSError as error:
             raise errors.InvalidArgumentError(
                 f"acknowledgements {path}: {error.strerror}"
             ) from error
-        if torn:  # a kill may cut a write short; the next line must not grow out of what is left
+        # A kill or a full disk may cut a write short. The next line must not grow out of what is
+        # left, nor may a part of a uid be taken for one.
+        torn = noted[noted.rfind(b"\n") + 1 :]
+        if b"\t" in torn:
             os.write(self._descriptor, b"\n")
+        elif torn:
+            os.ftruncate(self._descriptor, len(noted) - len(torn))
 
     def note(self, receipt: WriteReceipt) -> None:
         """Append the lines of ``receipt``, in one write call."""
