@@ -533,6 +533,13 @@ def test_a_folder_with_files_to_test_on_is_refused(tmp_path: Path, test: str) ->
     assert len(list(Rows("sft").of(tmp_path))) == 2
 
 
+def test_a_folder_with_files_that_are_packed_is_refused(tmp_path: Path) -> None:
+    rows_of(tmp_path / "0.jsonl", [{"a": 0}])
+    (tmp_path / "1.jsonl.gz").write_bytes(b"\x1f\x8b")
+    with pytest.raises(InvalidArgumentError, match=r"1\.jsonl\.gz is packed: unpack it"):
+        list(Rows("sft").of(tmp_path))
+
+
 def test_rows_of_a_file_without_lines_are_counted(tmp_path: Path) -> None:
     path = rows_of(tmp_path / "x.json", [{"a": 1}, {"a": 2}])
     found = list(Rows("sft").of(path))

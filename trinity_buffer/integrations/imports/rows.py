@@ -137,10 +137,7 @@ def _values(path: Path) -> Iterator[tuple[str, Any]]:
                 f"{path} holds the splits {', '.join(names)}: name one of them: {path / names[0]}"
             )
     if path.is_dir():
-        files = [file for file in path.rglob("*") if file.suffix in READERS and file.is_file()]
-        # `map` and `filter` leave theirs beside those of `save_to_disk`.
-        files = [file for file in files if not file.match("cache-*.arrow")]
-        _require_one_split(path, files)
+        files = _files_in(path)
     elif path.suffix not in READERS:
         raise InvalidArgumentError(f"{path}: data sets end in {', '.join(READERS)} or are folders")
     # ``2.jsonl`` comes before ``10.jsonl``.
@@ -157,7 +154,21 @@ _SPLIT = re.compile(r"(?:^|[-_.])(train|test|valid|validation|val|dev|eval)(?![a
 """The split in the names of files and folders, as the Hub and its cache have them."""
 
 
-def _require_one_split(folder: Path, files: Iterable[Path]) -> None:
+PACKED = (".gz", ".zst", ".bz2", ".xz", ".zip")
+
+
+def _files_in(folder: Path) -> list[Path]:
+    """Return the files of rows in ``folder``.
+
+    Raises:
+        InvalidArgumentError: some are packed, or some are to train on and others to test on.
+    """
+    every = [file for file in folder.rglob("*") if file.is_file()]
+    # `map` and `filter` leave theirs beside those of `save_to_disk`.
+    files = [f for f in every if f.suffix in READERS and not f.match("cache-*.arrow")]
+    for file in every:
+        if file.suffix in PACKED and Path(file.stem).suffix in READERS:
+            raise InvalidArgumentError(f"{file} is packed: unpack it, or its rows are missing")
     parts = {part for file in files for part in file.relative_to(folder).parts}
     names = sorted({match[1] for part in parts if (match := _SPLIT.search(part))})
     if "train" in names and len(names) > 1:
@@ -165,6 +176,7 @@ def _require_one_split(folder: Path, files: Iterable[Path]) -> None:
             f"{folder} holds files of the splits {', '.join(names)}: name a file, or a folder that "
             "holds those of one split"
         )
+    return files
 
 
 def _lines(path: Path) -> Iterator[tuple[str, Any]]:
