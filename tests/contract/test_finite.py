@@ -36,7 +36,7 @@ async def test_what_an_explorer_says_is_finite(field: str, value: float, sqlite_
             await experiment.writer("test").write(made)
 
 
-@pytest.mark.parametrize("value", [NAN, LARGE, "good", [1.0], 1j, torch.ones(2), np.ones(2)])
+@pytest.mark.parametrize("value", [NAN, LARGE, "good", "1", [1.0], 1j, torch.ones(2), np.ones(2)])
 async def test_what_scores_rollouts_anew_is_a_finite_number(value: Any, sqlite_url: str) -> None:
     async with open_store(sqlite_url) as store:
         experiment = await store.experiment("run", config={})
@@ -44,6 +44,16 @@ async def test_what_scores_rollouts_anew_is_a_finite_number(value: Any, sqlite_u
         with pytest.raises(InvalidArgumentError, match="scoring 'broken': the reward of b0/0/0/0/"):
             await assign_rewards(experiment, "broken", lambda _: value)
         assert [e async for e in experiment.events(kinds=("RewardsAssigned",))] == []
+
+
+@pytest.mark.parametrize("value", [True, np.bool_(True), torch.tensor(True), torch.tensor(1.0)])
+async def test_a_truth_scores_rollouts_anew(value: Any, sqlite_url: str) -> None:
+    async with open_store(sqlite_url) as store:
+        experiment = await store.experiment("run", config={})
+        await experiment.writer("test").write(rollouts())
+        await assign_rewards(experiment, "equal", lambda _: value)
+        (event,) = [e async for e in experiment.events(kinds=("RewardsAssigned",))]
+        assert {*event.body["rewards"]} == {1.0}
 
 
 @pytest.mark.parametrize("value", [NAN, INF, -INF])

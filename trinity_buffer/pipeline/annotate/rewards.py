@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import cast
+from typing import Any, cast
 
 import torch
 
@@ -125,11 +125,11 @@ async def _warn_of_others(
 def _scored(
     name: str, experience: Experience, reward: Callable[[Experience], float | None]
 ) -> float | None:
-    value = None if experience.damaged is not None else reward(experience)
+    value: Any = None if experience.damaged is not None else reward(experience)
     if value is None:
         return None
     try:
-        score = float(+value)  # float() alone takes texts
+        score = math.nan if isinstance(value, str | bytes) else float(value)
     except (TypeError, ValueError, RuntimeError, OverflowError):  # a list, a tensor of two numbers
         score = math.nan
     # NaN compares false with everything.
