@@ -313,6 +313,32 @@ async def test_a_pair_has_the_tokens_of_both_its_rows(store_url: str) -> None:
     assert "recorded, 9 tokens, no reward" in [reason.what for reason in reasons]
 
 
+async def test_a_prompt_that_was_cut_has_its_tokens_once(store_url: str) -> None:
+    cut = tb.Experience(
+        eid=tb.EID("p", 0),
+        tokens=[1, 2, 3],
+        prompt_length=3,
+        logprobs=[],
+        reward=0.0,
+        truncate_status="prompt_truncated",
+    )
+    whole = tb.Experience(
+        eid=tb.EID("p", 0, 1), tokens=[1, 2, 3, 4], prompt_length=3, logprobs=[-1.0], reward=1.0
+    )
+    async with open_store(store_url) as store:
+        run = await store.experiment("run", config={"rollouts_per_group": 2})
+        await run.writer("e0").write([cut, whole])
+        await tb.run_strategy(run, "grpo")
+        async with run.train_stream(strategy="grpo", groups_per_step=1) as stream:
+            step = await anext(stream)
+            computed = int(step.microbatches[0]["attention_mask"].sum())
+            await stream.commit(step, checkpoint=None)
+        (line,) = await inspector.steps(now(run))
+        reasons = (await inspector.why(now(run), "p/0/0/0/")).reasons
+    assert line.tokens == computed == 7
+    assert any(reason.what.startswith("recorded, 3 tokens") for reason in reasons)
+
+
 async def test_the_line_of_an_event_takes_each_run_once(sqlite_url: str) -> None:
     rewards = {(0, 2): None, (0, 0): 0.5, (0, 1): 1.5, (0, 3): 1.0, (1, 0): 0.0, (2, 0): None}
     async with open_store(sqlite_url) as store:

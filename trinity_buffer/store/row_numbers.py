@@ -63,9 +63,10 @@ def row_numbers(tx: Transaction, experiment: int, wanted: Sequence[int]) -> npt.
 
 # A number instead of NULL, so that the column stays an array of integers; of a pair as `tokens_of`.
 _NUMBERS = Statement(
-    "SELECT address, CASE WHEN prompt_length = length THEN 2 * length + trained_tokens "
-    "ELSE length END, trained_tokens, run, step, coalesce(policy_version, :none), reward "
-    "FROM experience WHERE experiment = :of AND address IN INTS(:wanted) ORDER BY address"
+    "SELECT address, CASE WHEN prompt_length = length AND trained_tokens > 0 "
+    "THEN 2 * length + trained_tokens ELSE length END, "
+    "trained_tokens, run, step, coalesce(policy_version, :none), reward FROM experience "
+    "WHERE experiment = :of AND address IN INTS(:wanted) ORDER BY address"
 )
 
 

@@ -50,9 +50,11 @@ def format_address(address: int) -> str:
 def tokens_of(prompt_length: int, length: int, trained_tokens: int) -> int:
     """Return how many tokens a trainer computes of an experience: of a pair those of both rows.
 
-    Only of a pair the prompt is all of ``length``; ``trained_tokens`` are its two responses.
+    Of a pair the prompt is all of ``length``, and ``trained_tokens`` are its two responses; of a
+    prompt that was cut there are none.
     """
-    return 2 * length + trained_tokens if prompt_length == length else length
+    is_pair = prompt_length == length and trained_tokens > 0
+    return 2 * length + trained_tokens if is_pair else length
 
 
 class ExperienceRow(NamedTuple):
