@@ -17,7 +17,7 @@ from tests.trainer.data import CONFIG, policy, prepared, recorded, rollouts
 from trinity_buffer.algorithm import PolicyLossFn, build
 from trinity_buffer.demo.policy import TransformerCritic, TransformerPolicy
 from trinity_buffer.errors import InvalidArgumentError
-from trinity_buffer.trainer.requirements import strategy_of, stream_options
+from trinity_buffer.trainer.requirements import strategy_of, stream_options, warn_of_rounding
 
 
 async def with_advantages(url: str) -> None:
@@ -217,6 +217,15 @@ def test_steps_that_16_bits_round_away_are_told(
     assert bool((before == after).double().mean() > 0.5) == is_lost
     told = "are bfloat16, to which steps of learning_rate=1e-06 are mostly rounded away"
     assert (told in caplog.text) == is_lost
+
+
+def test_many_weights_in_float16_are_not_taken_for_large_ones(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    model = torch.nn.Linear(2048, 2048, bias=False).half()
+    torch.nn.init.constant_(model.weight, 0.05)  # which sum up to more than float16 holds
+    warn_of_rounding(model, AdamW(model.parameters(), lr=1e-3))  # type: ignore[arg-type]
+    assert not caplog.text
 
 
 @pytest.mark.parametrize("layout", ["padded", "packed"])

@@ -188,7 +188,9 @@ def warn_of_rounding(model: Trainable, optimizer: torch.optim.Optimizer) -> None
     for group in optimizer.param_groups:
         held = [weight.detach() for weight in group["params"] if weight.requires_grad]
         own = [getattr(w, "to_local", lambda w=w: w)() for w in held if w.element_size() == 2]
-        size = float(torch.nn.utils.get_total_norm(own, 1)) / max(1, sum(w.numel() for w in own))
+        # In float32: a sum of many overflows 16 bits.
+        norms = [torch.linalg.vector_norm(w, 1, dtype=torch.float32) for w in own]
+        size = sum(map(float, norms)) / max(1, sum(w.numel() for w in own))
         # A step rounds to the next number, or to none: numbers lie up to `eps` apart.
         if own and group["lr"] < (least := size * torch.finfo(own[0].dtype).eps / 4):
             _logger.warning(
