@@ -72,12 +72,13 @@ def test_any_name_of_an_experiment_has_a_folder_of_its_own(
 def test_stores_whose_names_differ_behind_a_dot_keep_their_checkpoints(
     cli: Cli, tmp_path: Path
 ) -> None:
-    for store in (tmp_path / "lr0.1", tmp_path / "lr0.2"):
+    named = f"sqlite:///{tmp_path}/lr0.3.db?timeout=5"
+    for store in (tmp_path / "lr0.1", tmp_path / "lr0.2", named):
         assert cli("explore", "--store", store, "--actor", "e0", "--batches", 1, *SETS).code == 0
         assert cli("annotate", "--store", store).code == 0
         assert cli("train", "--store", store).code == 0
     checkpoints = [str(path.relative_to(tmp_path)) for path in tmp_path.rglob("step-*")]
-    assert sorted(checkpoints) == [f"lr0.{n}.checkpoints/step-00000001" for n in (1, 2)]
+    assert sorted(checkpoints) == [f"lr0.{n}.checkpoints/step-00000001" for n in (1, 2, 3)]
 
 
 @pytest.mark.long

@@ -138,6 +138,8 @@ class Place(Run):
 def path_of(url: str) -> Path | None:
     """Return the file of a store; None of one on a server."""
     path = url.removeprefix("sqlite:///")
+    if path != url:  # what follows a question mark is no part of the name of a file
+        path = path.partition("?")[0]
     return None if "://" in path else Path(path).expanduser()
 
 
