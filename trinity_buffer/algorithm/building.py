@@ -18,7 +18,7 @@ from trinity_buffer.algorithm.algorithm import ALGORITHM_TYPE, PARTS, AlgorithmT
 from trinity_buffer.algorithm.entropy_loss_fn.entropy_loss_fn import ENTROPY_LOSS_FN, EntropyLossFn
 from trinity_buffer.algorithm.functional import keep
 from trinity_buffer.algorithm.kl_fn.kl_fn import KL_FN, KLFn
-from trinity_buffer.algorithm.layout import BatchLayout
+from trinity_buffer.algorithm.layout import BatchLayout, tokens_per_row
 from trinity_buffer.algorithm.policy_loss_fn.policy_loss_fn import POLICY_LOSS_FN, PolicyLossFn
 from trinity_buffer.algorithm.sample_strategy.sample_strategy import SAMPLE_STRATEGY, SampleStrategy
 from trinity_buffer.errors import InvalidArgumentError
@@ -288,9 +288,14 @@ def _layout_of(batch: Mapping[str, Any]) -> BatchLayout | None:
     # Only the micro-batches of a stream have a sample_index.
     if layout is None and "sample_index" in batch and not torch.compiler.is_compiling():
         warn_of_copy()
-    if layout is None and "cu_seqlens" in batch:  # a dict of the tensors, moved to a device, say
+    mask = batch.get("action_mask")
+    if layout is None and "cu_seqlens" in batch and mask is not None and mask.dim() == 1:
+        # A dict of the tensors, moved to a device, say.
         columns = {name: batch.get(name) for name in ("cu_seqlens", "group_index", "expert_mask")}
-        return BatchLayout.of_step(batch["action_mask"], **columns)
+        expert = columns["expert_mask"]
+        if expert is not None and expert.shape == mask.shape:  # one per token
+            columns["expert_mask"] = tokens_per_row(expert, columns["cu_seqlens"]) > 0
+        return BatchLayout.of_step(mask, **columns)
     return layout
 
 

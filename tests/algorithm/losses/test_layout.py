@@ -264,3 +264,27 @@ def test_a_micro_batch_that_left_its_layout_behind_is_warned_of_once(
     for _ in range(2):
         algorithm.loss(batch["logprob"], batch)
     assert ["give layout=microbatch.layout" in line for line in caplog.messages] == [True]
+
+
+def test_experts_of_a_packed_dict_may_be_told_for_each_token() -> None:
+    algorithm = build("mix", kl_loss_fn="none", policy_loss_fn_args={"mu": 0.3})
+    batch, ends = make_step(torch.float64).microbatch(range(8), packed=True)
+    assert ends is not None
+    by_row = torch.arange(8) % 2 == 0
+    losses = [
+        algorithm.loss(batch["logprob"], batch | {"cu_seqlens": ends, "expert_mask": told})[0]
+        for told in (by_row, by_row.repeat_interleave(ends.diff()))
+    ]
+    assert_close(losses[1], losses[0])
+
+
+def test_a_dict_whose_tokens_are_one_row_has_that_row_alone() -> None:
+    batch, ends = make_step(torch.float64).microbatch(range(8), packed=True)
+    one_row = {name: value[None] for name, value in batch.items()}
+    assert ends is not None
+    losses = [
+        build("sft").loss(of["logprob"], of | {"cu_seqlens": ends})[0] for of in (batch, one_row)
+    ]
+    assert_close(losses[1], losses[0])
+    with pytest.raises(InvalidArgumentError, match="needs the tensor 'action_mask'"):
+        build("sft").loss(batch["logprob"], {"cu_seqlens": ends})
