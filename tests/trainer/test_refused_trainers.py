@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.optim import SGD, AdamW
+from torch.optim.lr_scheduler import LambdaLR
 from typing_extensions import override
 
 import trinity_buffer as tb
@@ -225,6 +226,14 @@ def test_many_weights_in_float16_are_not_taken_for_large_ones(
     model = torch.nn.Linear(2048, 2048, bias=False).half()
     torch.nn.init.constant_(model.weight, 0.05)  # which sum up to more than float16 holds
     warn_of_rounding(model, AdamW(model.parameters(), lr=1e-3))  # type: ignore[arg-type]
+    assert not caplog.text
+
+
+def test_the_rate_of_a_warm_up_is_that_which_it_rises_to(caplog: pytest.LogCaptureFixture) -> None:
+    model = policy(0, torch.bfloat16)
+    optimizer = AdamW(model.parameters(), lr=1e-2)
+    LambdaLR(optimizer, lambda step: step / 10)
+    warn_of_rounding(model, optimizer)
     assert not caplog.text
 
 

@@ -191,8 +191,9 @@ def warn_of_rounding(model: Trainable, optimizer: torch.optim.Optimizer) -> None
         # In float32: a sum of many overflows 16 bits.
         norms = [torch.linalg.vector_norm(w, 1, dtype=torch.float32) for w in own]
         size = sum(map(float, norms)) / max(1, sum(w.numel() for w in own))
+        rate = float(group.get("initial_lr", group["lr"]))  # a warm-up begins with 0
         # A step rounds to the next number, or to none: numbers lie up to `eps` apart.
-        if own and group["lr"] < (least := size * torch.finfo(own[0].dtype).eps / 4):
+        if own and rate < (least := size * torch.finfo(own[0].dtype).eps / 4):
             _logger.warning(
                 "the weights of the %s are %s, to which steps of learning_rate=%g are mostly "
                 "rounded away (from %.0e on they are not): load the model in float32 "
@@ -200,7 +201,7 @@ def warn_of_rounding(model: Trainable, optimizer: torch.optim.Optimizer) -> None
                 "weights in float32",
                 type(model).__name__,
                 str(own[0].dtype).removeprefix("torch."),
-                group["lr"],
+                rate,
                 least,
             )
             return
