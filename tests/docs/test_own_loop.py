@@ -34,11 +34,11 @@ def loss_of(model: torch.nn.Module, batch: Any) -> torch.Tensor:
     return loss
 
 
-def train(loss: Loss, url: str, folder: Path, start: Path) -> None:
+def train(loss: Loss, url: str, folder: Path, start: Path, **options: int) -> None:
     """Run the printed loop."""
     names: dict[str, Any] = {"my_loss": loss}
     exec(LOOP, names)
-    names["train"](start, url, folder)
+    names["train"](start, url, folder, **options)
 
 
 async def fill(url: str) -> None:
@@ -92,6 +92,18 @@ def test_the_loop_of_the_page_goes_on_from_what_it_saved_and_explorers_follow(
     (version, again), (_, whole) = weights(urls[1]), weights(urls[0])
     assert version == 4
     assert all(torch.equal(again[name], weight) for name, weight in whole.items())
+
+
+@pytest.mark.parametrize(("save_every", "saved"), [(2, (2, 4)), (3, (3, 4))])
+def test_the_loop_of_the_page_commits_its_last_step(
+    save_every: int, saved: tuple[int, ...], tmp_path: Path, sqlite_url: str
+) -> None:
+    make_tiny_model(start := tmp_path / "start", width=16, layers=1, heads=2)
+    anyio.run(fill, sqlite_url)
+    for _ in range(2):  # again: nothing is left
+        train(loss_of, sqlite_url, tmp_path / "made", start, save_every=save_every)
+    assert sorted((tmp_path / "made").iterdir()) == [tmp_path / "made" / f"step-{n}" for n in saved]
+    assert weights(sqlite_url)[0] == saved[-1]
 
 
 async def fill_unevenly(url: str) -> None:
