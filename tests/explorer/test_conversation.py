@@ -146,11 +146,18 @@ def test_the_weights_of_each_turn_are_kept_and_the_oldest_is_the_policy_version(
     assert made.policy_version == 9
 
 
-def test_weights_that_are_not_numbered_give_no_policy_version() -> None:
-    talk = tb.Conversation([QUESTION])
-    talk.said(turn([1], [2], weight_version="main"))
-    (made,) = talk.experiences(1.0)
-    assert (made.info["weight_versions"], made.policy_version) == (["main"], None)
+def test_weights_that_are_not_numbered_give_no_policy_version_and_are_told_of_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    for _ in range(2):
+        talk = tb.Conversation([QUESTION])
+        talk.said(turn([1], [2], weight_version="7"))
+        talk.said(turn([1, 2, 3], [4], weight_version="as at first"))
+        (made,) = talk.experiences(1.0)
+        assert (made.info["weight_versions"], made.policy_version) == (["7", "as at first"], None)
+    (told,) = caplog.messages
+    assert "'as at first'" in told
+    assert "sync-weights" in told
 
 
 def test_what_is_not_aligned_is_refused() -> None:

@@ -312,10 +312,23 @@ def _origin(turns: Sequence[Completion]) -> dict[str, Any]:
     versions = [turn.weight_version for turn in turns if turn.weight_version is not None]
     if len(versions) == len(turns):
         info["weight_versions"] = versions
-        if all(version.isdecimal() for version in versions):
+        unnumbered = [version for version in versions if not version.isdecimal()]
+        if unnumbered:
+            _warn_of_a_name(unnumbered[0])
+        else:
             info["model_version"] = min(map(int, versions))
         info["weight_segments"] = [turn.weight_segment() for turn in turns]
     return info
+
+
+@cache  # once for a name
+def _warn_of_a_name(version: str) -> None:
+    _LOG.warning(
+        "a server calls its weights %r, which is no number: what they say has no policy version, "
+        "and never counts as stale. `trinity-buffer sync-weights` has it load what the trainer "
+        "publishes, and number it",
+        version,
+    )
 
 
 @cache  # once in a process
