@@ -39,17 +39,36 @@ def require_recorded(batch: Mapping[str, Any], user: Any, reads: Collection[str]
         InvalidArgumentError: names a row that has none.
     """
     read = [key for key in OF_ROLLOUTS if key in reads and key in batch]
+    unrecorded: Mapping[str, str] | None = getattr(batch, "unrecorded", None)
+    rollout: Any = batch.get("rollout_logprob")
+    moved = unrecorded is None
+    if unrecorded is None:
+        unrecorded = _unrecorded_rows(batch) if read and rollout is not None else {}
     # What the trainer has computed since is there for every row.
-    recorded = [key for key in read if batch[key] is batch.get("rollout_logprob")]
-    unrecorded: Mapping[str, str] = getattr(batch, "unrecorded", {})
+    recorded = [
+        key
+        for key in read
+        if batch[key] is rollout or (moved and unrecorded and torch.equal(batch[key], rollout))
+    ]
     kinds = ("usual",) if "expert_mask" in reads else ("usual", "expert")
     for uid in (unrecorded[kind] for kind in kinds if recorded and kind in unrecorded):
+        how = "its uid is in microbatch.unrecorded" if moved else f"drop=[{uid!r}]"
         raise InvalidArgumentError(
             f"{type(user).__name__} reads {recorded[0]!r} of every row, and none was recorded with "
-            f"{uid} (logprob_mask tells which rows have one): go on without it (drop=[{uid!r}]) "
-            "and ask the stream for needs=('logprobs',), which rejects those of the steps to come"
+            f"{uid} (logprob_mask tells which rows have one): go on without it ({how}) and ask "
+            "the stream for needs=('logprobs',), which rejects those of the steps to come"
             + (", or recompute_old_logprob=True" if recorded[0] == "old_logprob" else "")
         )
+
+
+def _unrecorded_rows(batch: Mapping[str, Any]) -> dict[str, str]:
+    """Return a row of each kind without log-probabilities, of a dict made of a micro-batch."""
+    there = batch.get("logprob_mask")
+    if there is None:
+        return {}
+    expert = batch.get("expert_mask", torch.zeros_like(there))
+    lacking = {"usual": ~there & ~expert, "expert": ~there & expert}
+    return {kind: f"row {int(rows.int().argmax())}" for kind, rows in lacking.items() if rows.any()}
 
 
 def needed(batch: Mapping[str, Any], key: str, user: Any) -> Tensor:

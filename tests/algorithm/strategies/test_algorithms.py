@@ -190,6 +190,22 @@ def test_a_loss_without_denominators_is_told_how_to_take_them() -> None:
         algorithm.loss(microbatch()["old_logprob"], microbatch())
 
 
+def test_a_dict_of_a_micro_batch_tells_of_rows_without_log_probs() -> None:
+    batch = microbatch()
+    batch |= {"logprob_mask": torch.tensor([True, False, True, True])}
+    grpo, mix = (build(name, kl_loss_fn="none", entropy_loss_fn="none") for name in ("grpo", "mix"))
+    logprob = batch["ref_logprob"]
+    grpo.loss(logprob, batch)  # computed by the trainer: another tensor than the recorded one
+    batch["rollout_logprob"] = batch["old_logprob"].clone()  # moved to a device
+    for algorithm in (grpo, mix):
+        with pytest.raises(
+            InvalidArgumentError, match=r"recorded with row 1 .*unrecorded\) and ask"
+        ):
+            algorithm.loss(logprob, batch)
+    batch["logprob_mask"] = torch.tensor([False, True, False, True])  # of the experts
+    mix.loss(logprob, batch)
+
+
 @pytest.mark.parametrize("kl", ["none", "k2"])
 def test_a_loss_may_be_a_constant_where_nothing_is_acted(kl: str) -> None:
     batch, logprob = microbatch(), microbatch()["old_logprob"].requires_grad_()
