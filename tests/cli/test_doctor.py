@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -157,7 +158,7 @@ async def _written(url: str, *, annotated: bool) -> None:
     async with opened(url, rollouts_per_group=4) as experiment:
         if annotated:
             await run_strategy(
-                experiment, "grpo", {"epsilon": 0.1}, name="mine", on_incomplete_group="reject"
+                experiment, "grpo", {"epsilon": 0.1}, name="my set", on_incomplete_group="reject"
             )
         await experiment.writer("e0").write(group())
 
@@ -166,7 +167,7 @@ async def _written(url: str, *, annotated: bool) -> None:
     ("annotated", "what"),
     [
         (False, "4 experiences recorded, and no annotation set"),
-        (True, "no process annotates set 'mine': 4 experiences unseen"),
+        (True, "no process annotates set 'my set': 4 experiences unseen"),
     ],
 )
 def test_what_nobody_annotates_is_stuck(
@@ -175,8 +176,8 @@ def test_what_nobody_annotates_is_stuck(
     anyio.run(lambda: _written(store_url, annotated=annotated))
     (found,) = stuck(cli, store_url)
     assert found["what"] == what
-    assert f"trinity-buffer annotate{' --name mine' if annotated else ''}" in found["remedy"]
-    named = ("--name", "mine") if annotated else ()
+    named = ("--name", "my set") if annotated else ()
+    assert shlex.join(("trinity-buffer", "annotate", *named)) in found["remedy"]
     assert cli("annotate", "--store", store_url, *named).code == 0
     assert stuck(cli, store_url) == []
 

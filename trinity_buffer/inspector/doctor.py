@@ -177,7 +177,7 @@ class _Look:
             remedy = "start its trainer again, which makes the groups of what was recorded"
         else:
             remedy = (
-                f"`trinity-buffer annotate --name {row.name} --follow`, or "
+                f"`trinity-buffer annotate --name {quote(row.name)} --follow`, or "
                 f"run_strategy(name={row.name!r})"
             )
         seen = f"{counted(number, 'experience')} unseen"

@@ -9,6 +9,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import partial
+from shlex import quote
 from typing import Any, NamedTuple
 
 import torch
@@ -557,7 +558,7 @@ def blame_rows(step: TrainStep, uids: Uids, microbatch: MicroBatch) -> Iterator[
 
 def without(uid: str) -> str:
     """Return how to go on without a row."""
-    return f"Go on without the row: `trinity-buffer train --drop {uid}`, or drop=[{uid!r}]"
+    return f"Go on without the row: `trinity-buffer train --drop {quote(uid)}`, or drop=[{uid!r}]"
 
 
 def require_readable(

@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from shlex import quote
 from typing import Annotated, Any, ClassVar, Concatenate, Literal, ParamSpec, TypeVar
 
 import anyio.to_thread
@@ -384,5 +385,5 @@ async def _lacking_set(experiment: ExperimentHandle, name: str | None) -> str:
     return (
         f"experiment {experiment.name!r} has no annotation set {name!r} (there: "
         f"{', '.join(known) or 'none'}{did_you_mean(name, known)}); no process annotates it: run "
-        f"a strategy of this name, `trinity-buffer annotate --name {name} --follow`"
+        f"a strategy of this name, `trinity-buffer annotate --name {quote(name)} --follow`"
     )
