@@ -538,6 +538,8 @@ def test_a_folder_with_files_that_are_packed_is_refused(tmp_path: Path) -> None:
     (tmp_path / "1.jsonl.gz").write_bytes(b"\x1f\x8b")
     with pytest.raises(InvalidArgumentError, match=r"1\.jsonl\.gz is packed: unpack it"):
         list(Rows("sft").of(tmp_path))
+    rows_of(tmp_path / "1.jsonl", [{"a": 1}])  # as `zstd -d` and `gunzip -k` do
+    assert [row.held["a"] for row in Rows("sft").of(tmp_path)] == [0, 1]
 
 
 def test_rows_of_a_file_without_lines_are_counted(tmp_path: Path) -> None:

@@ -166,8 +166,9 @@ def _files_in(folder: Path) -> list[Path]:
     every = [file for file in folder.rglob("*") if file.is_file()]
     # `map` and `filter` leave theirs beside those of `save_to_disk`.
     files = [f for f in every if f.suffix in READERS and not f.match("cache-*.arrow")]
-    for file in every:
-        if file.suffix in PACKED and Path(file.stem).suffix in READERS:
+    for file in every:  # zstd leaves what it unpacks
+        rows = file.with_suffix("")
+        if file.suffix in PACKED and rows.suffix in READERS and rows not in files:
             raise InvalidArgumentError(f"{file} is packed: unpack it, or its rows are missing")
     parts = {part for file in files for part in file.relative_to(folder).parts}
     names = sorted({match[1] for part in parts if (match := _SPLIT.search(part))})
