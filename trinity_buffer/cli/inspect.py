@@ -514,7 +514,7 @@ async def search(
         if count == limit:
             break
 
-    return output.Answer([], [] if count else f"no text holds {text!r}", lost)
+    return output.Answer([], [] if count else f"no text in the store holds {text!r}", lost)
 
 
 @options.command()
