@@ -12,7 +12,7 @@ import anyio.to_thread
 import pytest
 
 from tests.contract.making import group, opened
-from tests.handles import Experiment, TrainStep
+from tests.handles import Experiment, TrainStep, TrainStream
 from tests.raw_store import rows
 from trinity_buffer import open_train_stream, run_strategy
 from trinity_buffer.errors import InvalidArgumentError, StoreError
@@ -179,6 +179,26 @@ def test_a_stream_that_is_cancelled_does_not_look_like_one_at_its_end(
         stream = stack.enter_context(open_train_stream(two_steps, experiment="run", **options))
         with pytest.raises(StoreError, match="'trainer' was cancelled before its end"):
             list(stream)
+
+
+async def test_an_error_beside_a_reader_of_the_stream_is_the_one_that_is_raised(
+    two_steps: str,
+) -> None:
+    async def read(stream: TrainStream) -> None:
+        async for step in stream:
+            await stream.commit(step)
+
+    async def fail(experiment: Experiment) -> None:
+        options: dict[str, Any] = {"strategy": "grpo", "follow": True}
+        async with anyio.create_task_group() as group, experiment.train_stream(**options) as stream:
+            group.start_soon(read, stream)
+            await anyio.sleep(0.1)
+            raise ZeroDivisionError
+
+    async with opened(two_steps) as experiment:
+        with pytest.raises(ExceptionGroup) as raised:
+            await fail(experiment)
+    assert [type(error) for error in raised.value.exceptions] == [ZeroDivisionError]
 
 
 def test_a_commit_of_many_steps_is_remembered_with_all_of_them() -> None:

@@ -4,7 +4,7 @@ Every rank that opens the stream records that it joined. Rank 0, which holds the
 that is its call, and a rank that hears one while it waits joins again. Rank 0 waits for one join of
 each behind its call and records an assembly that names them. A rank belongs to the assembly that
 answers its own join and to no other, so processes of an earlier life, however many they were, can
-neither be mistaken for living ones nor hold a commit up: nothing depends on how long anything took.
+neither be mistaken for living ones nor hold a commit up, however long anything took.
 """
 
 from __future__ import annotations

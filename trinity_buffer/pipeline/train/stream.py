@@ -663,7 +663,11 @@ async def open_async_train_stream(
         stack.callback(stream.queue.discard)
         await stream.prepare()
         await stack.enter_async_context(task_group(stream.run))
-        yield stream
+        try:
+            yield stream
+        except Exception:
+            stream.closed = True  # its own error is raised, and none to another task that reads it
+            raise
         stream.closed = True
         stream.warn_of_uncommitted()
 
