@@ -508,7 +508,8 @@ def _chosen(part: str, wanted: Any, recipe: Mapping[str, Any], own: Mapping[str,
     # The order is the rule: what comes later wins.
     chosen = {**recipe, **own}
     # Both limits at once, from the user: those of either side that are tuned give way.
-    one_sided = {"clip_range_low", "clip_range_high"} - own.keys() if "clip_range" in own else ()
+    both = own.get("clip_range") is not None
+    one_sided = {"clip_range_low", "clip_range_high"} - own.keys() if both else ()
     args = {name: value for name, value in (defaults | chosen).items() if name not in one_sided}
     taken = arguments.declared_arguments(cls)
     accepted = (taken.keys() | defaults.keys()) - RUN_TIME

@@ -113,6 +113,11 @@ def test_a_clip_range_takes_the_place_of_tuned_limits(name: str) -> None:
     assert (one.policy_loss.low, one.policy_loss.high) == (0.1, 0.3)
 
 
+def test_no_clip_range_leaves_the_tuned_limits() -> None:
+    none: Any = build("gspo", policy_loss_fn_args={"clip_range": None}).policy_loss
+    assert (none.low, none.high) == (3e-4, 4e-4)
+
+
 def test_the_recipes_arguments_belong_to_the_recipes_own_part() -> None:
     other = build("dapo", policy_loss_fn="sft")
     assert other.choices["policy_loss_fn"].args == {"loss_agg_mode": "token-mean"}
