@@ -62,12 +62,16 @@ def require_recorded(batch: Mapping[str, Any], user: Any, reads: Collection[str]
 
 
 def _unrecorded_rows(batch: Mapping[str, Any]) -> dict[str, str]:
-    """Return a row of each kind without log-probabilities, of a dict made of a micro-batch."""
-    there = batch.get("logprob_mask")
-    if there is None:
+    """Return a row of each kind without log-probabilities, of a dict made of a micro-batch.
+
+    Of a row that is masked none is read.
+    """
+    there, mask = batch.get("logprob_mask"), batch.get("action_mask")
+    if there is None or mask is None:
         return {}
+    unknown = ~there & (tokens_per_row(mask, batch.get("cu_seqlens")) > 0)
     expert = batch.get("expert_mask", torch.zeros_like(there))
-    lacking = {"usual": ~there & ~expert, "expert": ~there & expert}
+    lacking = {"usual": unknown & ~expert, "expert": unknown & expert}
     return {kind: f"row {int(rows.int().argmax())}" for kind, rows in lacking.items() if rows.any()}
 
 

@@ -209,6 +209,8 @@ def test_a_dict_of_a_micro_batch_tells_of_rows_without_log_probs() -> None:
             algorithm.loss(logprob, batch)
     batch["logprob_mask"] = torch.tensor([False, True, False, True])  # of the experts
     mix.loss(logprob, batch)
+    batch["action_mask"] = batch["action_mask"] & batch["logprob_mask"][:, None]
+    grpo.loss(logprob, batch)  # by the mask that tells of them, such rows are left out
 
 
 @pytest.mark.parametrize("kl", ["none", "k2"])
