@@ -286,9 +286,7 @@ class StepSize(Options):
 class AdmissionOptions(StepSize):
     """Bounds within which explorers may plan; without them they plan ahead for ever."""
 
-    trainer: Annotated[str, Meta(pattern="^[^/]+$", description="a text without a slash")] = (
-        "trainer"
-    )
+    trainer: Annotated[str, Meta(min_length=1, description="a text")] = "trainer"
     """name of the trainer consumer, which explorers wait for"""
     max_queued_groups: Count | None = None
     """explorers wait while so many await the trainer; null: none"""

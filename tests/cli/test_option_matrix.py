@@ -113,7 +113,7 @@ KEYS: dict[str, dict[str, str]] = {
     },
     "device": {"cpu": TRAINS, "gpu": "device='gpu': it must be cpu, cuda"},
     "deterministic": {"true": TRAINS, "false": TRAINS, "3": "deterministic=3"},
-    "trainer": {"t": TRAINS, "grpo": "trainer='grpo'", "''": "trainer=''", "a/b": "trainer='a/b'"},
+    "trainer": {"t": TRAINS, "grpo": "trainer='grpo'", "''": "trainer=''", "a/b": "without '/'"},
     "groups_per_batch": {"1": TRAINS, "50": TRAINS, "0": "groups_per_batch=0"},
     "rollouts_per_group": {"2": TRAINS, "30": TRAINS, "1": "2 or more", "0": "group=0"},
     "group_timeout_s": {

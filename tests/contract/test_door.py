@@ -31,6 +31,7 @@ from trinity_buffer.errors import (
 from trinity_buffer.events import ConfigurationChanged
 from trinity_buffer.experience import EID, CustomField, Experience
 from trinity_buffer.identity import problem_of_name
+from trinity_buffer.inspector.doctor import examine
 
 NAMELESS = [
     "a\nb",
@@ -278,6 +279,21 @@ async def test_a_trainer_that_could_never_be_opened_is_not_configured(store_url:
         with pytest.raises(InvalidArgumentError, match=r"trainer='a/b': .* without a slash"):
             await store.experiment("run", config={"trainer": "a/b"})
         assert await store.experiments() == []
+
+
+async def test_a_stored_trainer_that_is_refused_today_is_looked_at_and_replaced(
+    store_url: str,
+) -> None:
+    async with open_store(store_url) as store:
+        experiment = await store.experiment("run", config={})
+        old = {**experiment.config, "trainer": "a/b"}
+        changed = ConfigurationChanged(changes={"trainer": [None, "a/b"]}, config=old)
+        await append(experiment, changed)
+    async with open_store(store_url) as store:
+        experiment = await store.experiment("run")
+        assert not (await examine(store)).stuck
+        again = await store.experiment("run", config={"trainer": "c"})
+        assert again.config["trainer"] == "c"
 
 
 async def test_a_stored_configuration_with_other_keys_still_opens(store_url: str) -> None:

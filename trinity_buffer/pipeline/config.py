@@ -275,6 +275,11 @@ def require_values(experiment: str, config: Mapping[str, Any]) -> None:
         options.values_of(RunConfig, values)
     except InvalidArgumentError as error:
         raise InvalidArgumentError(f"experiment {experiment!r}: {error}") from error
+    if "/" in (trainer := values.get("trainer", "")):  # which older versions have recorded
+        raise InvalidArgumentError(
+            f"experiment {experiment!r}: trainer={options.excerpt(trainer)}: it must be a text "
+            "without a slash"
+        )
 
 
 def refuse_unknown(
