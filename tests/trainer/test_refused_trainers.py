@@ -196,6 +196,21 @@ def test_a_stream_that_rejects_rows_for_what_the_trainer_computes_is_refused(
         tb.Trainer(stream, policy(), algorithm, ours, **models)
 
 
+def test_rows_may_be_rejected_for_what_nobody_computes(sqlite_url: str, tmp_path: Path) -> None:
+    algorithm, made = build("raft"), rollouts()
+    made[0].logprobs = None
+
+    async def stored() -> None:
+        async with tb.open_store(sqlite_url) as store:
+            await recorded(store, "run", "experience", made)
+
+    anyio.run(stored)
+    options = {"strategy": None, **stream_options(algorithm), "needs": ("logprobs",)}
+    ours = tb.TrainerSettings(checkpoints=tmp_path)
+    with tb.open_train_stream(sqlite_url, experiment="run", **options) as stream:
+        tb.Trainer(stream, policy(), algorithm, ours)
+
+
 @pytest.mark.parametrize(
     ("dtype", "rate", "is_lost"),
     [(torch.bfloat16, 1e-6, True), (torch.bfloat16, 1e-2, False), (torch.float32, 1e-6, False)],

@@ -232,13 +232,14 @@ def require_of(
     )
     computed = {"recompute_old_logprob": recompute_old_logprob, "teacher": teacher}
     unread = {*stream.options.needs} - {*stream_options(algorithm, **computed)["needs"]}
-    for column in (unread & {"logprobs", "teacher_logprobs"}) - (columns or RECORDED):
-        role = "teacher" if column == "teacher_logprobs" else "recompute_old_logprob"
-        raise InvalidArgumentError(
-            f"the stream rejects rows without {column}, which the trainer computes: open it with "
-            f"stream_options(algorithm, {role}=True), and, if it has rejected rows already, under "
-            "another name (consumer=)"
-        )
+    lacking = unread - (columns or RECORDED)
+    for role, column in (("recompute_old_logprob", "logprobs"), ("teacher", "teacher_logprobs")):
+        if computed[role] and column in lacking:
+            raise InvalidArgumentError(
+                f"the stream rejects rows without {column}, which the trainer computes: open it "
+                f"with stream_options(algorithm, {role}=True), and, if it has rejected rows "
+                "already, under another name (consumer=)"
+            )
     # Rewards may have been scored anew since: a set was computed from those of its own scoring.
     reads_rewards = algorithm.advantage is not None and algorithm.advantage.reads_rewards
     scoring = stream.scoring() if reads_rewards else None
