@@ -50,7 +50,8 @@ def test_a_learning_rate_that_breaks_the_weights_ends_the_run(
 
 @pytest.mark.long
 def test_a_run_that_had_no_time_to_train_has_failed(demo: Callable[..., Ended]) -> None:
-    ended = demo("--limit", "0")
+    # Steps so large that none is trained before the processes are stopped, however long that takes.
+    ended = demo("--limit", "0", "--set", "groups_per_step=1000")
     assert ended.code == 1
     assert "verify: what was stored holds, but the run failed" in ended.out
     last = ended.out.splitlines()[-1]

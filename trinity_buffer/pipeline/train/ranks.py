@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import anyio
+import anyio.lowlevel
 import torch.distributed
 
 from trinity_buffer import events
@@ -175,6 +176,7 @@ class RankSession:
             place = waiting.describe_process(lives[0]) if lives else "which has left"
             if all(map(self._is_gone, lives)):
                 await self._read()  # it may have finished its part before it ended
+                await anyio.lowlevel.checkpoint_if_cancelled()  # perhaps all of them are
                 if (rank, step) not in self._rows:
                     raise LeaseLostError(
                         f"rank {rank} of trainer {self._name!r} ({place}) is gone: start all ranks "
