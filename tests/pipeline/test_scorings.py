@@ -13,10 +13,13 @@ import pytest
 from tests.conftest import Resize
 from tests.contract.making import opened, rollout
 from tests.handles import Experiment
+from tests.raw_store import append
 from tests.whole_stores import experiences_of
 from trinity_buffer import assign_rewards, run_strategy, verify
 from trinity_buffer.errors import InvalidArgumentError
+from trinity_buffer.events import RewardsAssigned
 from trinity_buffer.experience import Experience
+from trinity_buffer.store import log
 
 RUNS = 3
 
@@ -135,6 +138,20 @@ async def test_a_scoring_again_takes_no_reward_away(store_url: str) -> None:
         found = await scores(experiment, "judged")
         assert [round(found[f"b/0/{run}/0/"], 3) for run in range(RUNS)] == [-1.0, 0.0, 1.0]
         assert (await verify(experiment)).ok
+
+
+async def test_of_two_scorings_at_once_the_one_that_read_more_counts(store_url: str) -> None:
+    async with opened(store_url, rollouts_per_group=RUNS) as experiment:
+        await write(experiment, 0)
+        seen = await experiment.database.read(log.head, experiment.key)
+        await write(experiment, 1)
+        await assign_rewards(experiment, "judge", by_run)
+        # Of a call that read before the last rows came, and recorded after this one.
+        await append(
+            experiment, RewardsAssigned(scoring="judge", experiences=[], rewards=[], seen=seen)
+        )
+        report = await run_strategy(experiment, "grpo", name="judged", rewards="judge")
+        assert (report.annotated, report.waiting) == (2 * RUNS, 0)
 
 
 @pytest.mark.parametrize("other", [0.0, 1.0])

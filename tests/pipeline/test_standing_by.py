@@ -15,6 +15,7 @@ from typing import Any
 import anyio
 import anyio.lowlevel
 import pytest
+import torch
 from typing_extensions import override
 
 from tests.conftest import Resize
@@ -294,6 +295,23 @@ async def test_a_run_that_ends_with_what_is_stored_ends_beside_one_that_has_noth
             report = await run_strategy(experiment, Watcher, name=NAME)
         assert (report.annotated, report.waiting, report.waiting_groups) == (0, 1, 1)
         assert await holder(experiment) == owner()
+
+
+async def test_a_run_that_stands_by_waits_for_no_group_that_was_refused_whole(
+    sqlite_url: str,
+) -> None:
+    async with opened(sqlite_url, rollouts_per_group=2) as experiment:
+        await experiment.writer("e0").write(group(runs=2))
+        await run_strategy(experiment, Watcher, name=NAME)
+        await held_by(experiment, owner())
+        refused = group(task="refused", runs=2)
+        for experience in refused:
+            assert experience.logprobs is not None
+            experience.logprobs = experience.logprobs * torch.nan
+        await experiment.writer("e0", on_invalid="quarantine").write(refused)
+        with anyio.fail_after(20):
+            report = await run_strategy(experiment, Watcher, name=NAME)
+        assert (report.annotated, report.waiting, report.waiting_groups) == (0, 0, 0)
 
 
 async def test_who_lost_a_lease_to_another_waits_twice_as_long_for_it(store_url: str) -> None:

@@ -14,10 +14,12 @@ from typing import Any
 
 import anyio
 import pytest
+from typing_extensions import override
 
 import trinity_buffer as tb
 from tests.contract.making import group, opened, rollout
 from tests.handles import Experiment
+from tests.pipeline.watching import Watcher
 from tests.raw_store import note_presence, rows, take_lease
 from trinity_buffer import open_store, run_strategy
 from trinity_buffer.experience import Experience
@@ -92,6 +94,28 @@ async def test_who_waits_for_explorers_that_are_gone_says_how_a_run_ends_and_end
             with anyio.fail_after(20):
                 while not ended:
                     await anyio.sleep(0.001)
+
+
+async def test_a_strategy_that_decides_says_no_more_that_it_waits(
+    store_url: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    waits = list[list[str | None]]()
+
+    class Looking(Watcher):
+        @override
+        async def add(self, experiences: list[Experience], step: int) -> Any:
+            there = await rows(experiment, "presence")
+            waits.append([row["waiting_for"] for row in there if row["role"] == "strategy"])
+            return await super().add(experiences, step)
+
+    async with opened(store_url, rollouts_per_group=4) as experiment:
+        follow = partial(run_strategy, experiment, Looking, name="looking", follow=True)
+        async with spoken(caplog, follow, "strategy 'looking' waits"):
+            await experiment.writer("e0").write(group())
+            with anyio.fail_after(20):
+                while not waits:
+                    await anyio.sleep(0.001)
+    assert waits == [[None]]
 
 
 async def test_a_line_spells_out_what_a_terminal_would_obey(

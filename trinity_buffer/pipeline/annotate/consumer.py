@@ -343,11 +343,14 @@ class StrategyConsumer:
             state = await database.changes.state()
             if self._reader.due_us < math.inf:
                 # Before the page is read that then closes the groups of these batches. Only the set
-                # that the trainer reads seals them.
+                # that the configured trainer reads seals them, or any, before that has begun.
                 await self._reader.seal_overdue()
             try:
                 page = partial(self._read_page, live=follow)
                 worked, is_finished, left = await database.session(page)
+                if left:  # the others see now that it works, which may take long
+                    wait.over()
+                    await self._presence.seen()
                 for units in left:
                     await self._decide(units)
                 # Last: its commit moves the cursor past units without rows, which must be recorded

@@ -360,6 +360,8 @@ class UnitReader:
         end = first_address(up_to + 1)
         # A unit with rows beyond `up_to` was not complete at that position.
         units = self.grouping.take_ready(self.clock_us)
+        # Of an unplanned group whose rows were all refused, nothing will be recorded.
+        units = [unit for unit in units if any(g.members or g.planned for g in unit)]
         members = [[a for group in unit for a in group.members] for unit in units]
         return min(self.grouping.take_late(), default=end) < end or any(
             max(addresses, default=-1) < end for addresses in members
@@ -395,7 +397,9 @@ class UnitReader:
             for stored in assigned:
                 fact = fact_at(self.experiment.name, stored, events.RewardsAssigned)
                 if fact.scoring == self.scoring:
-                    self.scored = stored.position if fact.seen is None else fact.seen
+                    seen = stored.position if fact.seen is None else fact.seen
+                    # Of two at once, the one that read earlier may record later.
+                    self.scored = max(self.scored, seen)
             self.scorings_read = head if len(assigned) < limit else assigned[-1].position
         return next((place for place in places if place > self.scored), None)
 
