@@ -97,7 +97,7 @@ def main() -> None:
         return
     failed = False
     for name in asked.package or packages():
-        outcome = run(name, RESULTS.parent if asked.record else None)
+        outcome = run(name, RESULTS.parents[1] if asked.record else None)
         failed |= not outcome.ok
         state = "passed" if outcome.ok else "FAILED"
         print(f"{name} {outcome.version}: {state}: {outcome.said}", flush=True)
