@@ -142,9 +142,9 @@ async def two_steps(sqlite_url: str) -> str:
     return sqlite_url
 
 
-def fail_to_renew(monkeypatch: pytest.MonkeyPatch, error: Exception) -> threading.Event:
-    """Let the first renewal of a trainer's lease raise ``error``; return what tells of the next."""
-    renew, errors, renewed = TrainerLease.renew, [error], threading.Event()
+def fail_to_renew(monkeypatch: pytest.MonkeyPatch, errors: list[Exception]) -> threading.Event:
+    """Let a renewal of a trainer's lease raise each of ``errors``; return what tells of another."""
+    renew, renewed = TrainerLease.renew, threading.Event()
 
     def fail_once(lease: TrainerLease, tx: Transaction) -> None:
         if errors:
@@ -159,7 +159,7 @@ def fail_to_renew(monkeypatch: pytest.MonkeyPatch, error: Exception) -> threadin
 def test_a_lease_that_a_full_disk_keeps_from_renewal_is_renewed_later(
     two_steps: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    renewed = fail_to_renew(monkeypatch, StoreError("the disk is full"))
+    renewed = fail_to_renew(monkeypatch, [StoreError("the disk is full")])
     options: dict[str, Any] = {"strategy": "grpo", "groups_per_step": 1, "lease_ttl_s": 0.2}
     with open_train_stream(two_steps, experiment="run", **options) as stream:
         stream.commit(next(stream))
@@ -172,11 +172,13 @@ def test_a_lease_that_a_full_disk_keeps_from_renewal_is_renewed_later(
 def test_a_stream_that_is_cancelled_does_not_look_like_one_at_its_end(
     two_steps: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    fail_to_renew(monkeypatch, ZeroDivisionError("not the store's"))
+    errors = list[Exception]()
+    fail_to_renew(monkeypatch, errors)
     options: dict[str, Any] = {"strategy": "grpo", "follow": True, "lease_ttl_s": 0.2}
     with ExitStack() as stack:
         stack.enter_context(pytest.raises(ZeroDivisionError, match="not the store's"))
         stream = stack.enter_context(open_train_stream(two_steps, experiment="run", **options))
+        errors.append(ZeroDivisionError("not the store's"))  # not before it is open
         with pytest.raises(StoreError) as raised:
             list(stream)
     # Here, where the error of the stream itself does not take the place of a failure.

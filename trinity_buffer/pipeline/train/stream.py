@@ -668,7 +668,8 @@ async def open_async_train_stream(
         except Exception:
             stream.closed = True  # its own error is raised, and none to another task that reads it
             raise
-        stream.closed = True
+        # A portal closes it as if in order where what goes on beside it has failed.
+        stream.closed = anyio.current_effective_deadline() > -math.inf
         stream.warn_of_uncommitted()
 
 
