@@ -282,36 +282,30 @@ async def test_a_run_that_ends_with_what_is_stored_waits_until_the_other_has_dec
         assert await holder(experiment) == owner()
 
 
-@pytest.mark.long
+def without_numbers() -> list[Experience]:
+    """Return a group whose rows are all refused."""
+    refused = group(task="refused", runs=2)
+    for experience in refused:
+        assert experience.logprobs is not None
+        experience.logprobs = experience.logprobs * torch.nan
+    return refused
+
+
+@pytest.mark.parametrize(
+    ("left", "waiting"), [([rollout(task="incomplete")], 1), (without_numbers(), 0)]
+)
 async def test_a_run_that_ends_with_what_is_stored_ends_beside_one_that_has_nothing_to_do(
-    store_url: str,
+    store_url: str, left: list[Experience], waiting: int
 ) -> None:
     async with opened(store_url, rollouts_per_group=2) as experiment:
         await experiment.writer("e0").write(group(runs=2))
         await run_strategy(experiment, Watcher, name=NAME)
         await held_by(experiment, owner())
-        await experiment.writer("e0").write([rollout(task="incomplete")])
+        await experiment.writer("e0", on_invalid="quarantine").write(left)
         with anyio.fail_after(20):
             report = await run_strategy(experiment, Watcher, name=NAME)
-        assert (report.annotated, report.waiting, report.waiting_groups) == (0, 1, 1)
+        assert (report.annotated, report.waiting, report.waiting_groups) == (0, waiting, waiting)
         assert await holder(experiment) == owner()
-
-
-async def test_a_run_that_stands_by_waits_for_no_group_that_was_refused_whole(
-    sqlite_url: str,
-) -> None:
-    async with opened(sqlite_url, rollouts_per_group=2) as experiment:
-        await experiment.writer("e0").write(group(runs=2))
-        await run_strategy(experiment, Watcher, name=NAME)
-        await held_by(experiment, owner())
-        refused = group(task="refused", runs=2)
-        for experience in refused:
-            assert experience.logprobs is not None
-            experience.logprobs = experience.logprobs * torch.nan
-        await experiment.writer("e0", on_invalid="quarantine").write(refused)
-        with anyio.fail_after(20):
-            report = await run_strategy(experiment, Watcher, name=NAME)
-        assert (report.annotated, report.waiting, report.waiting_groups) == (0, 0, 0)
 
 
 async def test_who_lost_a_lease_to_another_waits_twice_as_long_for_it(store_url: str) -> None:
