@@ -205,6 +205,19 @@ async def test_an_error_beside_a_reader_of_the_stream_is_the_one_that_is_raised(
     assert [type(error) for error in raised.value.exceptions] == [ZeroDivisionError]
 
 
+async def test_a_reader_that_is_cancelled_with_the_stream_ends_by_its_own_cancellation(
+    two_steps: str,
+) -> None:
+    async with opened(two_steps) as experiment:
+        with anyio.CancelScope() as scope:
+            async with experiment.train_stream(strategy="grpo", follow=True) as stream:
+                scope.cancel()
+                with anyio.CancelScope(shield=True):
+                    await anyio.sleep(0.1)  # the maker of steps has ended
+                await anext(stream)
+        assert scope.cancelled_caught
+
+
 def test_a_commit_of_many_steps_is_remembered_with_all_of_them() -> None:
     commits = LastCommits("trainer")
     request = Commit(Path("/last"), None, {}, {}, {}, {})

@@ -29,6 +29,7 @@ from typing import Any, Literal, NamedTuple, Protocol, TypeVar
 import numpy as np
 import numpy.typing as npt
 import torch
+from anyio.lowlevel import checkpoint_if_cancelled
 from torch import Tensor
 
 from trinity_buffer import events
@@ -325,6 +326,8 @@ class StepQueue:
             self._num_asked = self._num_received + 1
             self._ring()
             await self._until(lambda: not self._steps.empty())
+        # What cancels the reader cancels the maker, too, whose end may be seen first.
+        await checkpoint_if_cancelled()
         return self.get()
 
     def discard(self) -> None:
