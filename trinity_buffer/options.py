@@ -266,8 +266,8 @@ class GroupingRules(Options):
     waits for a seal, its deadline or `idle_s`"""
     group_timeout_s: Seconds | None = None
     """closes a group as it is this long after the plan of its batch, which is then sealed; without
-    a plan, or in another set than a registered `trainer` reads, after the group's first experience.
-    null: never"""
+    a plan, or where the `trainer` reads another set (before it has begun: other trainers do, or
+    there is another set), after the group's first experience. null: never"""
     idle_s: Seconds | None = None
     """closes a group whose number of runs is not known this long after its last one; null: never"""
     on_incomplete_group: Literal["keep", "reject"] = "keep"

@@ -54,25 +54,44 @@ async def test_a_batch_of_which_nothing_is_stored_is_closed_at_the_deadline_of_i
 
 
 async def test_a_deadline_holds_for_what_was_planned_before_the_strategy_was_started_again(
-    store_url: str,
+    store_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with opened(store_url, rollouts_per_group=4) as experiment:
+    async with opened(store_url, rollouts_per_group=4, group_timeout_s=60.0) as experiment:
         await experiment.writer("dead").plan("b", [0, 1], 4)
         await experiment.writer("e0").write(group(batch="other"))
         await run_strategy(experiment, "grpo")  # its cursor is behind the plan
+        assert await sealed(experiment) == {}
+    later = now_us() + 3600_000_000
+    monkeypatch.setattr(grouping, "now_us", lambda: later)
     async with opened(store_url) as experiment:
-        await run_strategy(experiment, "grpo", name="later", group_timeout_s=1e-6)
-        assert await sealed(experiment) == {"b": ("later", 0)}
+        await run_strategy(experiment, "grpo")
+        assert await sealed(experiment) == {"b": ("grpo", 0)}
 
 
-async def test_a_set_that_no_trainer_reads_closes_no_batch(store_url: str) -> None:
+@pytest.mark.parametrize(
+    ("readers", "who"),
+    [
+        ({}, None),  # a trainer may come and read either set
+        ({"trainer": "grpo"}, None),
+        ({"trainer": "tried"}, "tried"),
+        ({"other": "grpo"}, None),
+        ({"other": "tried"}, "tried"),
+        ({"other": "grpo", "third": "tried"}, None),
+        ({"other": "grpo", "trainer": "tried"}, "tried"),
+    ],
+)
+async def test_only_the_set_that_trainers_read_closes_a_batch(
+    store_url: str, readers: dict[str, str], who: str | None
+) -> None:
     async with opened(store_url, rollouts_per_group=4) as experiment:
         await run_strategy(experiment, "grpo")
-        async with experiment.train_stream(strategy="grpo"):
-            pass
+        await run_strategy(experiment, "grpo", name="tried", group_timeout_s=1e-6)
+        for consumer, reads in readers.items():
+            async with experiment.train_stream(strategy=reads, consumer=consumer):
+                pass
         await experiment.writer("e0").plan("b", [0], 4)
         await run_strategy(experiment, "grpo", name="tried", group_timeout_s=1e-6)
-        assert await sealed(experiment) == {}
+        assert await sealed(experiment) == ({} if who is None else {"b": (who, 0)})
 
 
 @pytest.mark.parametrize("bound", BOUNDS)

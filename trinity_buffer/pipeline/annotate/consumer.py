@@ -342,8 +342,7 @@ class StrategyConsumer:
             await self._presence.seen()
             state = await database.changes.state()
             if self._reader.due_us < math.inf:
-                # Before the page is read that then closes the groups of these batches. Only the set
-                # that the configured trainer reads seals them, or any, before that has begun.
+                # Before the page is read that then closes the groups of these batches.
                 await self._reader.seal_overdue()
             try:
                 page = partial(self._read_page, live=follow)

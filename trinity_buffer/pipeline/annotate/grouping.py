@@ -295,9 +295,10 @@ class UnitReader:
     clock_us: int = 0
 
     async def seal_overdue(self) -> None:
-        """Seal the batches that are overdue now, if the trainer reads this set.
+        """Seal the batches that are overdue now, if trainers read this set and no other one.
 
-        Other sets close overdue groups only for themselves (`Grouping`).
+        The configured trainer counts alone, once it has registered. Before a trainer has, one can
+        come for any set. Other sets close overdue groups only for themselves (`Grouping`).
         """
         key, timeout_us = self.experiment.key, self.grouping.timeout_us
 
@@ -307,9 +308,13 @@ class UnitReader:
             self.due_us = now + max(timeout_us, SHORTEST_US)
             stored = writer_queries.config_of(tx, key)
             config = {} if stored is None else stored[0]
-            reader = writer_queries.consumer_row(tx, key, config.get("trainer") or "trainer")
-            # Only the set that the trainer reads may seal: a seal stops the explorers of the batch.
-            if reader is not None and reader.config.get("strategy") != self.name:
+            consumers = writer_queries.consumers(tx, key)
+            trainers = {at: row for at, row in consumers.items() if row.kind == "trainer"}
+            reader = trainers.get(config.get("trainer") or "trainer")
+            readers = trainers.values() if reader is None else [reader]
+            sets = {row.config.get("strategy") for row in readers} or consumers.keys()
+            # A seal stops the explorers of the batch: later rows are late in every set.
+            if sets != {self.name}:
                 return []
             planned = counts.open_batches(tx, key)
             since = log.recorded_at(tx, key, [batch.planned_at for batch in planned])
