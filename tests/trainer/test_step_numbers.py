@@ -31,7 +31,7 @@ CHOICES: dict[str, dict[str, Any]] = {
     "grpo": {"kl_loss_fn": "k2", "kl_loss_fn_args": {"kl_coef": 0.1}},
     "ppo": {"kl_penalty_fn": "k1", "kl_penalty_fn_args": {"kl_coef": 0.1}},
     "dpo": {},
-    "mix": {},
+    "mix": {"advantage_fn": "grpo_verl", "kl_penalty_fn": "k1"},
     "gspo": {},
     "jsd": {},
 }

@@ -458,7 +458,7 @@ def prepare(
     measures = penalty.kl_coef != 0 or all("ref_logprob" in m for m in step.microbatches)
     if algorithm.choices["kl_penalty_fn"].name != "none" and measures:
         for microbatch in step.microbatches[:1]:  # each knows what is lacking in the whole step
-            require_recorded(microbatch, penalty, ("old_logprob",))
+            require_recorded(microbatch, penalty, ("old_logprob", "expert_mask"))
         require_rewarded(step.microbatches, advantage)  # before penalties take the place of some
         metrics |= step.apply(partial(_penalty, algorithm))
     if advantage is not None:

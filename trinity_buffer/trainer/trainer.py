@@ -362,7 +362,10 @@ class Trainer:
             reduce=self._processes.sum,
             recompute_old_logprob=recomputed,
         )
-        rows = sum(len(microbatch["sample_index"]) for microbatch in step.microbatches)
+        rows = sum(  # penalties and advantages are of the usual ones
+            (~m["expert_mask"]).sum() if "expert_mask" in m else len(m["sample_index"])
+            for m in step.microbatches
+        )
         totals = {name: Number(value, rows) for name, value in prepared.items()}
         for _, optimizer in self.state.trained:
             optimizer.zero_grad(set_to_none=True)

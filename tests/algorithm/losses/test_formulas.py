@@ -19,6 +19,7 @@ from trinity_buffer.algorithm import (
     SAPOPolicyLossFn,
     TokenTIS,
 )
+from trinity_buffer.algorithm.layout import BatchLayout
 from trinity_buffer.errors import InvalidArgumentError
 
 # Ratios 2, 0.5, 1 | 1, (masked), (masked); everything else hidden is nonsense.
@@ -242,6 +243,36 @@ def test_a_kl_penalty_lowers_rewards_token_by_token(names: tuple[str, ...]) -> N
     del batch[ref]
     with pytest.raises(InvalidArgumentError, match="ref_log_prob"):
         KL_FN.get("k1")().apply_kl_penalty_to_reward(batch)
+
+
+@pytest.mark.parametrize("is_packed", [False, True])
+@pytest.mark.parametrize("by_token", [False, True])
+def test_a_kl_penalty_leaves_out_the_rows_of_an_expert(is_packed: bool, by_token: bool) -> None:
+    expert = BATCH["expert_mask"]
+    batch = {
+        "token_level_scores": torch.tensor([[0.0, 0.0, 1.0], [2.0, 0.0, 0.0]]).double(),
+        "old_logprob": LOGPROB,
+        "ref_logprob": BATCH["ref_logprob"],
+        "action_mask": BATCH["action_mask"],
+        "expert_mask": expert[:, None].expand_as(LOGPROB) if by_token else expert,
+    }
+    layout = None
+    if is_packed:
+        batch = {
+            name: value if value is expert else value.flatten() for name, value in batch.items()
+        }
+        limits = torch.tensor([0, 3, 6])
+        layout = BatchLayout.of_step(batch["action_mask"], cu_seqlens=limits, expert_mask=expert)
+    kl = KL_FN.get("k1")(kl_coef=0.5, adaptive=True, target_kl=0.1, horizon=10.0)
+    _, metrics = kl.apply_kl_penalty_to_reward(batch, layout=layout)
+    wanted = [-0.05, -0.1, 0.85, 2.0, 0.0, 0.0]
+    assert batch["token_level_rewards"].flatten().tolist() == pytest.approx(wanted)
+    assert float(metrics["kl"]) == pytest.approx(0.2)
+    assert kl.kl_coef == pytest.approx(0.5 * (1 + 0.2 * 1 / 10)), "of one row"
+    batch["expert_mask"] = torch.ones_like(batch["expert_mask"])
+    _, metrics = kl.apply_kl_penalty_to_reward(batch, layout=layout)
+    assert float(metrics["kl"]) == 0.0
+    assert kl.kl_coef == pytest.approx(0.51)
 
 
 def test_an_entropy_bonus_counts_all_rows_or_the_usual_ones() -> None:

@@ -116,7 +116,8 @@ class KLFn(Configured, ABC):
 
         An adaptive coefficient then takes a step. Keys may be those of verl (``old_log_probs``,
         ``ref_log_prob``, ``response_mask``) or ours (``old_logprob``, ``ref_logprob``,
-        ``action_mask``); scores are ``token_level_scores``, ``[B, T]``, or ``[T]`` packed. A
+        ``action_mask``); scores are ``token_level_scores``, ``[B, T]``, or ``[T]`` packed. Rows of
+        an ``expert_mask`` keep their scores and count nowhere: the policy did not sample them. A
         ``DataProto`` is changed in place and returned.
 
         Raises:
@@ -125,6 +126,10 @@ class KLFn(Configured, ABC):
         columns = as_mapping(batch)
         scores = _tensor(columns, "token_level_scores")
         mask = _tensor(columns, "response_mask", "action_mask")
+        expert = functional.mask_of_rows(
+            columns.get("expert_mask", torch.zeros_like(mask)), mask, layout
+        )
+        mask = mask * ~expert
         kl = self.calculate_kl(
             functional.keep(mask, _tensor(columns, "old_log_probs", "old_logprob")),
             functional.keep(mask, _tensor(columns, "ref_log_prob", "ref_logprob")),
@@ -134,7 +139,8 @@ class KLFn(Configured, ABC):
         # The penalty is by the coefficient that the step began with; it adapts afterwards.
         columns["token_level_rewards"] = scores - self.kl_coef * kl
         rows = functional.row_means(kl, mask.to(kl.dtype), layout)
-        current = rows.mean()
+        rows = rows[functional.row_sums(expert.float(), layout) == 0]
+        current = rows.mean() if len(rows) else rows.sum()
         metrics = {"kl": current.detach(), "kl_coef": torch.as_tensor(self.kl_coef)}
         self.update_kl_coef(current, len(rows))
         return batch, metrics
