@@ -308,6 +308,37 @@ async def test_a_run_that_ends_with_what_is_stored_ends_beside_one_that_has_noth
         assert await holder(experiment) == owner()
 
 
+async def test_two_of_one_process_decide_one_after_the_other(
+    store_url: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    reports = list[int]()
+
+    async def run(*, follow: bool) -> None:
+        report = await run_strategy(experiment, Resting, name=NAME, follow=follow)
+        reports.append(report.annotated)
+
+    class Resting(Watcher):
+        """Lets another run of its name begin while it computes."""
+
+        @override
+        async def add(self, experiences: list[Experience], step: int) -> Any:
+            if not self.seen:
+                tasks.start_soon(partial(run, follow=True))
+                await until(experiment, lambda: stands_by(experiment, os.getpid(), os.getpid()))
+            return await super().add(experiences, step)
+
+    async with opened(store_url, rollouts_per_group=2) as experiment:
+        await experiment.writer("e0").write(group(runs=2))
+        with anyio.fail_after(20):
+            async with anyio.create_task_group() as tasks:
+                await run(follow=False)
+                await experiment.writer("e0").write(group(task="later", runs=2))
+                await experiment.finish("enough")
+        assert reports == [2, 2]
+        assert "took over" not in caplog.text
+        assert await holder(experiment) == ""
+
+
 async def test_who_lost_a_lease_to_another_waits_twice_as_long_for_it(store_url: str) -> None:
     ttl_s = 0.2
     async with opened(store_url, lease_ttl_s=ttl_s) as experiment:

@@ -13,7 +13,6 @@ import uuid
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from functools import cache
 from typing import TypeAlias
 
 import anyio
@@ -45,12 +44,6 @@ def owner_name() -> str:
 
 _OWNERS = set[str]()
 """The owners of this process that may hold a lease."""
-
-
-@cache
-def owner_of_process(_pid: int) -> str:
-    """Return the `owner_name` that all of this process share; a forked child has another."""
-    return owner_name()
 
 
 def is_dead(owner: str) -> bool:
@@ -183,18 +176,16 @@ class Lease:
 
 @dataclass(eq=False)
 class StrategyLease(Lease):
-    """Taken by the first process of a strategy's name, renewed while it runs, then given back.
+    """Taken by the first consumer of a strategy's name, renewed while it runs, then given back.
 
-    It is of a process, not of a consumer: two consumers of one process never wait for each other,
-    since one may be the other's caller.
+    Two consumers of one process take turns as those of two processes do.
 
     Attributes:
-        alone: decide without a lease, even if other processes do.
-        is_held: whether this process decides, as far as it knows: `standing` knows.
+        alone: decide without a lease, even if others do.
+        is_held: whether this consumer decides, as far as it knows: `standing` knows.
         held_by: who holds it in our place, when we asked last.
     """
 
-    owner: str = field(default_factory=lambda: owner_of_process(os.getpid()))
     alone: bool = False
     is_held: bool = field(default=False, init=False)
     held_by: str | None = field(default=None, init=False)
