@@ -42,13 +42,35 @@ def trainer_on(
     return tb.Trainer(stream, model, algorithm(), settings, optimizer=optimizer)
 
 
-def train(url: str, folder: Path, consumer: str, steps: int | None = None) -> tb.Trainer:
+def train(
+    url: str, folder: Path, consumer: str, steps: int | None = None, **beside: Any
+) -> tb.Trainer:
     with tb.open_train_stream(
         url, experiment="run", strategy="grpo", consumer=consumer, groups_per_step=2
     ) as stream:
         trainer = trainer_on(stream, folder, steps)
-        trainer.run()
+        trainer.run(**beside)
     return trainer
+
+
+@pytest.mark.parametrize("beside", ["report", "measure"])
+def test_what_is_drawn_beside_the_training_changes_no_weights(
+    beside: str, sqlite_url: str, tmp_path: Path
+) -> None:
+    anyio.run(prepared, sqlite_url, algorithm())
+    drawn: list[float] = []
+
+    def draw(_: object) -> dict[str, float]:
+        drawn.append(float(torch.rand(())))
+        return {}
+
+    told: dict[str, Any] = {beside: draw}
+    plain = train(sqlite_url, tmp_path / "plain", "plain")
+    drawing = train(sqlite_url, tmp_path / "drawing", "drawing", 2, **told)
+    drawing = train(sqlite_url, tmp_path / "drawing", "drawing", **told)
+    assert len(set(drawn)) == plain.state.step == 3
+    for name, weight in plain.policy.model.state_dict().items():
+        assert torch.equal(weight, drawing.policy.model.state_dict()[name]), name
 
 
 KILLED = """

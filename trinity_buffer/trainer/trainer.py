@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping
-from contextlib import closing
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -31,7 +31,13 @@ from trinity_buffer.pipeline.train.options import Resume
 from trinity_buffer.pipeline.train.step import TrainStep
 from trinity_buffer.trainer import models
 from trinity_buffer.trainer.causal_lm import policy_of, reference_of
-from trinity_buffer.trainer.checkpoint import Commits, TrainerState, load_checkpoint
+from trinity_buffer.trainer.checkpoint import (
+    Commits,
+    TrainerState,
+    load_checkpoint,
+    random_state,
+    restore_random_state,
+)
 from trinity_buffer.trainer.determinism import SameBits
 from trinity_buffer.trainer.models import Number, StepMeter, StepReport
 from trinity_buffer.trainer.parallel import processes_here, whole
@@ -180,6 +186,7 @@ class Trainer:
         self._set_coefficients(self.state.coefficients)
         self._skipped: dict[int, list[str]] = {}  # step -> uids, until they are committed
         self._look_at: list[str] = []
+        self._drawn_apart: Tensor | None = None
         self._skipped_in_a_row = 0 if stream.resume is None else stream.resume.skipped
         teacher = None if teacher is None else policy_of(teacher)
         critic = None if self.state.critic is None else self.state.critic[0]
@@ -258,7 +265,7 @@ class Trainer:
         finite changes nothing; its commit says so.
 
         Args:
-            report: hears of every step.
+            report: hears of every step; like ``measure`` it has random numbers of its own.
             measure: called after every step with its number; what it returns on rank 0 is recorded
                 with the step's commit.
 
@@ -268,9 +275,29 @@ class Trainer:
         """
         if self._reached(self.state.step):
             return
+        drawing_apart = self._drawing_apart()
         with closing(self._commits):
-            self._train_all(report, measure)
+            self._train_all(drawing_apart(report), drawing_apart(measure))
             self._commits.finish()
+
+    @contextmanager
+    def _drawing_apart(self) -> Iterator[None]:
+        """Give what runs beside the training random numbers of its own.
+
+        A replay, beside which nothing runs, then draws what the training drew.
+        """
+        device = self._stream.device
+        training = random_state(device)
+        # They go on from call to call: without dropout the training draws none.
+        if self._drawn_apart is None:
+            torch.manual_seed((torch.initial_seed() + self.state.step) % 2**63)
+        else:
+            restore_random_state(self._drawn_apart, device)
+        try:
+            yield
+        finally:
+            self._drawn_apart = random_state(device)
+            restore_random_state(training, device)
 
     def _train_all(self, report: Report, measure: Measure) -> None:
         """Train step after step, and commit the last one too."""
