@@ -130,3 +130,24 @@ async def test_the_overlong_penalty_reaches_the_advantages_of_the_strategy_behin
     _, metrics = await strategy.add(exps, 0)
     assert scores(written(writer)) == pytest.approx([2**-0.5, -(2**-0.5)])
     assert metrics["overlong/penalized_count"] == 1
+
+
+@pytest.mark.parametrize(
+    ("order", "warnings"),
+    [
+        (["grpo", "overlong_penalty"], 1),
+        (["grpo", "overlong_penalty", "opmd"], 0),
+        (["overlong_penalty", "grpo", "best_of_group"], 0),
+    ],
+)
+async def test_a_penalty_behind_what_makes_the_advantages_is_warned_of_once(
+    order: list[str], warnings: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    args = {"overlong_penalty": {"max_length": 8, "cache_length": 4}}
+    strategy = compose(StagedWriter(), order, args)
+    await strategy.add([rollout(mask=(1,) * 2)], 0)
+    assert not caplog.messages  # nothing was penalized
+    for _ in range(2):
+        await strategy.add([rollout(mask=(1,) * 8)], 0)
+    assert len(caplog.messages) == warnings
+    assert all("put 'overlong_penalty' before 'grpo'" in each for each in caplog.messages)

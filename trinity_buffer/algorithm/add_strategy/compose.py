@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Container, Mapping, Sequence
 from functools import partial
 from itertools import chain
@@ -17,6 +18,8 @@ from trinity_buffer.algorithm.group_scores import Over, Rewards, RewardScorer, R
 from trinity_buffer.errors import InvalidArgumentError, InvalidExperienceError
 from trinity_buffer.experience import Experience
 from trinity_buffer.writer import INVALID, BufferWriter, StagedWriter
+
+_logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -43,6 +46,7 @@ class CompositeAddStrategy(AddStrategy):
         self.stages = list(stages)
         overs: set[Over] = {strategy.over for _, strategy, _ in self.stages}
         self.over = "rows" if "rows" in overs else "runs"
+        self._warned = False  # of rewards that were changed in vain
 
     @override
     def from_rewards(self) -> RewardScorer | None:
@@ -65,9 +69,20 @@ class CompositeAddStrategy(AddStrategy):
         """
         groups, metrics = [list(experiences)], dict[str, Any]()
         left_out: list[tuple[Experience, str]] = []
+        scoring = [name for name, strategy, _ in self.stages if strategy.annotates]
+        scored = ""  # by which stage, once no other one follows
         for name, strategy, staged in self.stages:
             seen = [experience for group in groups for experience in group]
+            rewards = [(e, e.reward) for e in seen if scored and e.reward is not None]
             _, of_stage = await strategy.add(seen, step)
+            if not self._warned and any(e.reward != reward for e, reward in rewards):
+                self._warned = True
+                _logger.warning(
+                    "strategy %r changes rewards after %r has made advantages of them, which stay "
+                    "as they are: put %r before %r, in a set of another name=",
+                    *(name, scored, name, scored),
+                )
+            scored = name if scoring[-1:] == [name] else scored
             metrics |= _renamed(of_stage, metrics, name)
             groups, rejected = staged.groups, staged.rejections
             staged.groups, staged.rejections = [], []
