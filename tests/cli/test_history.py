@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -91,6 +92,19 @@ def test_training_goes_on_without_rows_that_were_deleted_if_it_is_told_to(
     assert "step 4: loss 0.0000, reward -, staleness -, 0 rows" in done.stdout
     last = str(max((tmp_path / "checkpoints").glob("step-*")))
     assert command("verify", "--store", run, "--checkpoint", last)[0] == 0
+
+
+@pytest.mark.parametrize("words", [("3",), ("1", "--set", "max_steps=4")])
+def test_a_restart_by_torchrun_goes_on_from_the_last_commit(
+    words: Sequence[str], run: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rewind was asked for when the ranks were started first; the step may be gone since."""
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    asked = ["train", "--store", run, "--checkpoints", str(tmp_path / "checkpoints")]
+    done = CliRunner().invoke(app, [*asked, "--resume-from", *words])
+    assert done.exit_code == 0, done.exception
+    assert f"--resume-from {words[0]} is not repeated" in done.stdout
+    assert "resumes after step 4" in done.stdout
 
 
 def test_training_goes_on_without_a_row_that_it_is_told_to_drop(run: str, tmp_path: Path) -> None:

@@ -107,7 +107,7 @@ def ranks_of_environment() -> Iterator[Processes]:
     store, rank, world_size = next(rendezvous("env://"))
     # torchrun keeps its store when it restarts the ranks. Without a prefix they would find the
     # addresses of their predecessors there, and wait for those until a timeout.
-    life = f"life {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+    life = f"life {_life()}"
     has_nccl = torch.cuda.is_available() and torch.distributed.is_nccl_available()
     backend, own = "cpu:gloo,cuda:nccl" if has_nccl else "gloo", PrefixStore(life, store)
     torch.distributed.init_process_group(backend, store=own, rank=rank, world_size=world_size)
@@ -115,6 +115,26 @@ def ranks_of_environment() -> Iterator[Processes]:
         yield processes_here()
     finally:
         torch.distributed.destroy_process_group()
+
+
+def step_to_rewind_to(asked: int | None, say: Say = lambda _: None) -> int | None:
+    """Return the step that was asked for; None in a restart by torchrun, which repeats the words.
+
+    Args:
+        asked: ``--resume-from``.
+        say: hears that a restart goes on.
+    """
+    if asked is None or _life() == "0":
+        return asked
+    say(
+        f"torchrun has started the ranks again: --resume-from {asked} is not repeated, they go on "
+        "from the last commit"
+    )
+    return None
+
+
+def _life() -> str:
+    return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
 
 
 def on_rank_0(processes: Processes, work: Callable[[], Any]) -> Any:
@@ -423,6 +443,8 @@ def train(
         return
     config = at_its_device(config)
     algorithm, backend = run_config.algorithm_of(config), backend_for(config)
+    asked = going_on.get("resume_from")
+    going_on["resume_from"] = step_to_rewind_to(asked, say)
     with open_train_stream(
         url,
         experiment=experiment,
@@ -450,7 +472,7 @@ def train(
         num_skipped = 0 if stream.resume is None else stream.resume.skipped
         evaluation = _Evaluation(config, trainer, processes)
         # A rewind trains on, past the target too.
-        if stream.resume is not None and going_on.get("resume_from") is None:
+        if stream.resume is not None and stream.resume.step != asked:
             evaluation.accuracy = stream.resume.metrics.get("accuracy")
             evaluation.measured_at = stream.resume.step
 

@@ -189,7 +189,7 @@ def train(
         raise InvalidArgumentError(
             "a store on a server has no folder beside it: say --checkpoints FOLDER"
         )
-    prepare = partial(roles.prepare, run, resume_from=resume_from)
+    prepare = partial(roles.prepare, run, resume_from=roles.step_to_rewind_to(resume_from))
     with roles.ranks_of_environment() as processes:
         # One rank creates the experiment, and the others learn its name.
         name = roles.on_rank_0(processes, lambda: anyio.run(prepare))
