@@ -49,6 +49,27 @@ async def test_a_step_that_was_trained_again_after_many_is_found(
     assert sample.manifests[0].hex() in report.duplicated_items[0]
 
 
+async def test_a_checkpoint_that_a_rewind_superseded_holds(store_url: str, tmp_path: Path) -> None:
+    """Its steps were dealt anew since, and went through other manifests then."""
+    sample = await record_sample_run(store_url, tmp_path / "run")
+    anew = list[bytes]()
+    async with open_store(sample.url) as store:
+        experiment = await store.experiment(sample.name)
+        options: dict[str, Any] = {"strategy": "grpo", "groups_per_step": 1, "resume_from": 0}
+        async with experiment.train_stream(drop=["b0/1/0/0/"], **options) as stream:
+            async for step in stream:
+                anew.append(step.manifest.digest)
+                await stream.commit(step)
+    assert anew[0] == sample.manifests[0] != anew[1] != sample.manifests[1]
+    report = await verified(sample)
+    assert report.ok, report
+    chain_of_both = ManifestChain().after(*sample.manifests, anew[1])
+    write_manifest_chain(sample.checkpoint, chain_of_both, "")
+    report = await verified(sample, quick=True)
+    assert (report.lost, report.duplicated) == (0, 1), report
+    assert anew[1].hex() in report.duplicated_items[0]
+
+
 def test_what_weights_went_through_does_not_grow_and_does_not_depend_on_pauses(
     tmp_path: Path,
 ) -> None:

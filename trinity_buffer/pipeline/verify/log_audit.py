@@ -113,6 +113,7 @@ class TrainerAudit:
         annotation_set: which it trains on.
         terms: what became of the rows of its set, once it is finished.
         steps: what was leased, by step.
+        manifests: all that were ever served, by digest: of a step that was dealt anew, several.
         live: step -> digest that its commit names, on the live line.
         twice: (step, digest) of the manifests that were committed again on the live line.
         sharing: positions of the manifests with a row that an earlier one has too.
@@ -124,6 +125,7 @@ class TrainerAudit:
         self.annotation_set = annotation_set
         self.terms = TrainerCounts(name, annotation_set, 0, 0, 0, 0, {})
         self.steps: dict[int, LeasedManifest] = {}
+        self.manifests: dict[bytes, LeasedManifest] = {}
         self.live: dict[int, bytes] = {}
         self.twice: list[tuple[int, bytes]] = []
         self.sharing: set[int] = set()
@@ -144,7 +146,7 @@ class TrainerAudit:
         if fact.step != following:
             yield f"step {fact.step} was leased, the next one is {following}"
         rows, by_rank = self._rows_of(fact), rows_by_rank(fact)
-        self.steps[fact.step] = LeasedManifest(
+        self.steps[fact.step] = self.manifests[fact.digest] = LeasedManifest(
             position, fact.step, fact.digest, len(rows), packed(np.sort(rows)), by_rank
         )
 
@@ -196,7 +198,7 @@ class TrainerAudit:
         }
         yield from (what for what, is_wrong in checks.items() if is_wrong)
         self._dropped.append((position, lost[lost < _OTHER_EXPERIMENT]))
-        self.steps[fact.step] = replace(
+        self.steps[fact.step] = self.manifests[fact.digest] = replace(
             leased, digest=fact.digest, count=len(rows), rows=packed(np.sort(rows)), by_rank=by_rank
         )
 

@@ -172,24 +172,29 @@ def examine_chain(
         InvalidArgumentError: several trainers could have written it; ``consumer`` says which.
     """
     trainer = _trainer_of(chain, trainers, consumer)
-    leased = {manifest.digest: manifest for manifest in trainer.steps.values()}
-    carried, earlier = chain.manifests, trainer.manifests_up_to(chain.manifests.before)
+    leased, carried = trainer.manifests, chain.manifests
+    earlier = trainer.manifests_up_to(carried.before)
     times = Counter([*(earlier or ()), *carried.last])
     unknown = 0 if earlier is not None else carried.length - len(carried.last)
     lost = [f"one of the manifests of the steps 1 to {unknown}"] if unknown else []
     lost += [manifest_text(digest) for digest in times if digest not in leased]
     known, commit = [leased[digest] for digest in times if digest in leased], chain.commit(trainer)
     steps = [manifest.step for manifest in known]
+    line = dict(trainer.live)
+    if commit is not None:  # superseded by a rewind, it went through the manifests of then
+        line |= enumerate(trainer.manifests_up_to(commit.chain) or (), 1)
     # The commit counts too: where the chain lacks its last manifests, their steps are lost, and
     # not merely later than the checkpoint.
     last = max([*steps, 0 if commit is None else commit.step])
     lost += [
         manifest_text(digest, leased.get(digest))
-        for step, digest in sorted(trainer.live.items())
+        for step, digest in sorted(line.items())
         if unknown < step <= last and digest not in times
     ]
     twice = {digest for digest, number in times.items() if number > 1}
     twice |= {manifest.digest for manifest in known if manifest.position in trainer.sharing}
+    first = {manifest.step: manifest.digest for manifest in reversed(known)}
+    twice |= {manifest.digest for manifest in known if first[manifest.step] != manifest.digest}
     duplicated = [manifest_text(digest, leased.get(digest)) for digest in times if digest in twice]
     wrong = [f"its chain goes through the steps {steps}"] if steps != sorted(steps) else []
     if commit is None:
@@ -212,7 +217,7 @@ def _trainer_of(
     through, everyone = set(chain.manifests.last), list(trainers.values())
     candidates = (
         [trainer for trainer in everyone if chain.commit(trainer) is not None]
-        or [t for t in everyone if through & {leased.digest for leased in t.steps.values()}]
+        or [trainer for trainer in everyone if through & trainer.manifests.keys()]
         or everyone
         or [TrainerAudit("")]
     )
