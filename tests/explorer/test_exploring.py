@@ -207,6 +207,29 @@ async def test_what_times_out_or_comes_to_nothing_is_left_out_and_said(sqlite_ur
         assert await writer.missing("epoch0-0") == [(1, 0), (1, 1)]
 
 
+async def test_what_comes_after_its_batch_was_sealed_is_counted_apart_and_warned_of(
+    store_url: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def rollout(task: str, model: object) -> list[tb.Experience]:
+        if task == "bee":
+            await by_hand.seal("epoch0-0", 2)
+        return [experience()]
+
+    reports: list[BatchReport] = []
+    async with tb.open_store(store_url) as store:
+        experiment = await store.experiment("run", config={})
+        by_hand = experiment.writer("anybody")
+        await tb.explore(
+            experiment, actor="e0", tasks=TASKS, rollout=rollout, model=None, concurrency=1,
+            report=reports.append, **SMALL,
+        )  # fmt: skip
+    numbers = {each.batch: (each.experiences, each.late) for each in reports}
+    assert numbers == {"epoch0-0": (2, 2), "epoch0-1": (4, 0), "epoch0-2": (2, 0)}
+    (warning,) = caplog.messages
+    assert "'e0': 2 experiences of batch 'epoch0-0' are refused as late" in warning
+    assert "group_timeout_s" in warning
+
+
 async def test_no_more_rollouts_than_asked_for_run_at_once(sqlite_url: str) -> None:
     running, most, all_there = 0, 0, anyio.Event()
 

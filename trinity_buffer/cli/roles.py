@@ -317,6 +317,7 @@ async def explore(url: str, experiment: str, *, actor: str, say: Say, **options:
         made = f"{report.experiences} recorded"
         if report.reward is not None:
             made = f"{report.rollouts} rollouts, reward {report.reward:.3f}"
+        made += f", {counted(report.late, 'experience')} late" if report.late else ""
         version = report.policy_version
         policy = "" if version is None else f", policy {version}"  # a server's is that of each turn
         say(f"{report.batch}: {made}{policy}{repaired}")

@@ -19,6 +19,7 @@ import math
 import os
 import time
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import copy
@@ -199,6 +200,8 @@ class BatchReport:
         policy_version: of the weights; None: the model cannot be loaded anew.
         repaired: True if it was planned before a crash and finished now.
         left_out: planned runs that came to nothing; the batch is sealed without them.
+        late: experiences that came after another process had sealed the batch: no strategy sees
+            them; not counted in ``experiences``.
     """
 
     batch: Key
@@ -208,6 +211,7 @@ class BatchReport:
     reward: float | None
     repaired: bool
     left_out: int = 0
+    late: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -316,6 +320,7 @@ class _Explorer(ABC):
         self._weights = Weights(self.experiment, self.model)
         self._begun: dict[str, float] = {}
         self._ended_at = -math.inf
+        self._late = Counter[str]()
         path = self.options.acknowledgements
         self._acknowledgements = None if path is None else Acknowledgements(path)
 
@@ -382,17 +387,25 @@ class _Explorer(ABC):
     async def _write(self, made: Sequence[Experience]) -> None:
         if made:
             receipt = await self._writer.write(made)
+            self._late[str(made[0].eid.batch)] += receipt.rejected
             if self._acknowledgements is not None:
                 # After the write has returned: a line must never claim more than the store has.
                 self._acknowledgements.note(receipt)
 
     async def _seal(self, batch: _Batch, version: int | None) -> None:
         await self._writer.seal(batch.key, await self._writer.stored(batch.key))
+        if late := self._late.pop(str(batch.key), 0):
+            _logger.warning(
+                "explorer %r: %s of batch %r are refused as late: another process sealed it before "
+                "they came, and no strategy sees them. Raise the strategy's group_timeout_s if it "
+                "did, or plan less at once (groups_per_batch)",
+                *(self.actor, counted(late, "experience"), batch.key),
+            )
         if self.options.report is None:
             return
         mean = sum(batch.rewards) / len(batch.rewards) if batch.rewards else None
         runs = len(batch.missing) - batch.left_out
-        numbers = (runs, batch.experiences, mean, batch.repaired, batch.left_out)
+        numbers = (runs, batch.experiences - late, mean, batch.repaired, batch.left_out, late)
         self.options.report(BatchReport(batch.key, version, *numbers))
 
     async def _left_behind(self, taken: Sequence[str] | None = None) -> list[_Batch]:
