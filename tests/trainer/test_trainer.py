@@ -246,6 +246,23 @@ def test_who_was_taken_over_behind_its_commit_removes_nothing(
     assert left == ["step-00000001", "step-00000002", "step-00000003"]
 
 
+def test_what_was_never_committed_takes_the_place_of_no_checkpoint(
+    sqlite_url: str, tmp_path: Path
+) -> None:
+    anyio.run(prepared, sqlite_url, build("grpo"))
+    left = []
+    for steps in (2, 4, 6):
+        with open_train_stream(
+            sqlite_url, experiment="run", strategy="grpo", groups_per_step=1
+        ) as stream:
+            settings = TrainerSettings(checkpoints=tmp_path, max_steps=steps, commit_every_steps=2)
+            Trainer(stream, policy(), build("grpo"), settings).run()
+        if steps == 2:
+            (tmp_path / "step-00000003").mkdir()  # of a process that was killed before its commit
+        left.append(sorted(int(folder.name[-1]) for folder in tmp_path.glob("step-*")))
+    assert left == [[2, 3], [2, 3, 4], [4, 6]]
+
+
 @pytest.mark.parametrize(
     ("name", "strategy", "compares"), [("grpo", "grpo", "grpo"), ("rloo", None, "rloo")]
 )

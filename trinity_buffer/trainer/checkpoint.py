@@ -13,7 +13,7 @@ import logging
 import math
 import re
 import shutil
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack, closing, contextmanager, suppress
 from copy import deepcopy
@@ -366,8 +366,18 @@ _NAME = re.compile(r"step-(\d+)(?:-(\d+))?")
 """Of a checkpoint: its step, and which one of those of that step it is."""
 
 
+def _places(folders: Iterable[Path]) -> dict[Path, tuple[int, int]]:
+    names = [(folder, _NAME.fullmatch(folder.name)) for folder in folders]
+    return {folder: (int(name[1]), int(name[2] or 1)) for folder, name in names if name}
+
+
 def remove_old(
-    root: Path, *, keep: int, committed: Path, made: Sequence[Path] | None = None
+    root: Path,
+    *,
+    keep: int,
+    committed: Path,
+    made: Sequence[Path] | None = None,
+    uncommitted: Collection[Path] = (),
 ) -> None:
     """Delete the checkpoints up to ``committed``, but those of the newest ``keep`` steps.
 
@@ -377,13 +387,13 @@ def remove_old(
         committed: the one that was committed last; it stays, those that were begun before it for
             the same step go.
         made: those that may go; None: all under ``root``.
+        uncommitted: those that do not count as one of ``keep``.
     """
-    there = (committed, *(root.glob("step-*") if made is None else made))
-    names = [(folder, _NAME.fullmatch(folder.name)) for folder in there]
-    places = {folder: (int(name[1]), int(name[2] or 1)) for folder, name in names if name}
+    places = _places((committed, *(root.glob("step-*") if made is None else made)))
     last = places[committed]
     # None: who took over meanwhile has gone on, and tidied up to where it is.
-    newest = sorted({step for step, _ in places.values() if step <= last[0]})[-keep:]
+    counted = {places[folder][0] for folder in places.keys() - uncommitted}
+    newest = sorted(step for step in counted if step <= last[0])[-keep:]
     for folder, (step, number) in places.items():
         gone = newest and (step < newest[0] or (step == last[0] and number < last[1]))
         # What an explorer is loading goes after a later commit.
@@ -611,6 +621,10 @@ class Commits:
         self._root, self._keep, self._beside = root, keep, beside
         # A replay may write beside the run that it repeats, whose own checkpoints stay.
         self._made: list[Path] | None = [] if isinstance(stream, ReplayStream) else None
+        # Of a process that was killed before its commit, or superseded by a rewind.
+        last = 0 if stream.resume is None else stream.resume.step
+        places = _places(root.glob("step-*")).items()
+        self._uncommitted = [folder for folder, (step, _) in places if step > last]
         self._copies = parallel.HostCopies(copied=beside)
         if isinstance(stream, SyncTrainStream) and stream.resume is None and keep is not None:
             there = min(root.glob(f"step-*/{checkpoint.MANIFESTS_FILE}"), default=None)
@@ -719,4 +733,10 @@ class Commits:
         if self._keep is not None and self._stream.leads():
             if self._made is not None:
                 self._made.append(committed)
-            remove_old(self._root, keep=self._keep, committed=committed, made=self._made)
+            remove_old(
+                self._root,
+                keep=self._keep,
+                committed=committed,
+                made=self._made,
+                uncommitted=self._uncommitted,
+            )
