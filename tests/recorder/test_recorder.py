@@ -118,6 +118,27 @@ async def test_a_conversation_is_one_experience_that_a_trainer_scores_the_same(
     torch.testing.assert_close(scored[at:][mask], made.logprobs[mask], atol=1e-5, rtol=0)
 
 
+async def test_each_row_holds_the_conversation_that_its_tokens_are_of(
+    store_url: str, upstream: str
+) -> None:
+    helper = [{"role": "system", "content": "You search."}, {"role": "user", "content": "a wall"}]
+    look = {"type": "function", "function": {"name": "look"}}
+    asks: list[dict[str, Any]] = [
+        {"messages": HELLO, "tools": [look]},
+        {"messages": helper},
+        {"messages": [*HELLO, *HELLO], "tools": [look]},
+    ]
+    async with recording(store_url, upstream) as url, plain_http() as http:
+        for body in asks:
+            at = f"{url}/rollouts/t/0/v1/chat/completions"
+            assert (await http.post(at, json=body)).is_success
+        assert (await reward(url, "t/0", 1.0)).is_success
+    turns, rows = await stored(store_url, "agent.turns"), await stored(store_url)
+    assert [row.tokens.tolist() for row in rows] == [turn.tokens.tolist() for turn in turns]
+    assert [row.messages for row in rows] == [turn.messages for turn in turns]
+    assert [row.tools for row in rows] == [[look], None, [look]]
+
+
 @pytest.mark.parametrize("stream", [False, True])
 async def test_each_turn_says_which_weights_made_it(
     store_url: str, upstream: str, vllm: VLLM, stream: bool

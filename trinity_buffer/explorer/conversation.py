@@ -249,16 +249,17 @@ class Conversation:
         """
         if not self.turns:
             raise InvalidArgumentError("the model said nothing yet: there is nothing to train")
-        made = experiences_of(self.turns, reward, messages=self.messages, tools=self.tools)
+        made = [
+            experience_of(turns, reward, messages=self.messages, tools=self.tools)
+            for turns in stretches_of(self.turns)
+        ]
         for experience in made:
             experience.info |= info or {}
         return made
 
 
-def experiences_of(
-    turns: Sequence[Completion], reward: float | None, *, messages: Messages, tools: Tools
-) -> list[Experience]:
-    """Return the experiences of ``turns``; see `Conversation.experiences`."""
+def stretches_of(turns: Sequence[Completion]) -> list[list[Completion]]:
+    """Return the turns of each experience: the prompt of each continues all tokens before it."""
     stretches: list[list[Completion]] = []
     tokens: list[int] = []
     for turn in turns:
@@ -271,16 +272,13 @@ def experiences_of(
         tokens += [*turn.prompt_ids[len(tokens) :], *turn.token_ids]
     if len(stretches) > 1:
         _tell_of_a_split()
-    made = [_experience(stretch) for stretch in stretches]
-    for experience in made:
-        experience.reward = reward
-        experience.messages = [dict(message) for message in messages]
-        experience.tools = [dict(tool) for tool in tools] or None
-    return made
+    return stretches
 
 
-def _experience(turns: Sequence[Completion]) -> Experience:
-    """Return turns of which each one's prompt continues all that was seen and said before."""
+def experience_of(
+    turns: Sequence[Completion], reward: float | None, *, messages: Messages, tools: Tools
+) -> Experience:
+    """Return a stretch of turns as one experience; see `Conversation.experiences`."""
     prompt_length = end = len(turns[0].prompt_ids)
     mask: list[bool] = []
     logprobs: list[float] = []
@@ -295,10 +293,13 @@ def _experience(turns: Sequence[Completion]) -> Experience:
     return Experience(
         tokens=[*turns[-1].prompt_ids, *turns[-1].token_ids],
         prompt_length=prompt_length,
+        reward=reward,
         action_mask=mask,
         logprobs=logprobs if are_known else None,
         info=_origin(turns),
         response_text="".join(turn.text for turn in turns),
+        messages=[dict(message) for message in messages],
+        tools=[dict(tool) for tool in tools] or None,
     )
 
 

@@ -13,6 +13,7 @@ import logging
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any, NamedTuple, Self
 
 import anyio
@@ -21,7 +22,7 @@ from typing_extensions import override
 
 from trinity_buffer import errors
 from trinity_buffer.experience import Experience
-from trinity_buffer.explorer.conversation import Completion, as_texts, experiences_of
+from trinity_buffer.explorer.conversation import Completion, as_texts, experience_of, stretches_of
 from trinity_buffer.explorer.server import reasoning_in
 from trinity_buffer.identity import EID, TURNS, require_name
 from trinity_buffer.pipeline.coordination.waiting import one_line
@@ -239,11 +240,14 @@ class Recording:
             if not turns:
                 raise errors.InvalidArgumentError(f"rollout {rollout}: nothing was said in it")
             # From the stored turns, so that a recorder that was restarted closes it alike.
-            completions, last = [turn.completion for turn in turns], turns[-1]
-            messages = [*map(dict, last.messages), last.completion.message()]
-            made = experiences_of(completions, reward, messages=messages, tools=last.tools)
-            for step, experience in enumerate(made):
-                experience.eid = EID(rollout.batch, rollout.task, rollout.run, step)
+            stretches = stretches_of([turn.completion for turn in turns])
+            made = []
+            for step, end in enumerate(accumulate(map(len, stretches))):
+                last = turns[end - 1]  # of a sub-agent, say, which has a conversation of its own
+                messages = [*last.messages, last.completion.message()]
+                row = experience_of(stretches[step], reward, messages=messages, tools=last.tools)
+                row.eid = EID(rollout.batch, rollout.task, rollout.run, step)
+                made.append(row)
             try:
                 receipt = await self._writer.write(made)
             except errors.ConflictingExperienceError as error:
