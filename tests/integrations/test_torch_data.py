@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader
 
 import trinity_buffer as tb
 from tests.handles import SyncTrainStream, TrainStep
-from trinity_buffer.errors import InvalidArgumentError, StoreError
+from trinity_buffer.errors import InvalidArgumentError, StoreError, TrinityBufferError
 from trinity_buffer.events import StepsCommitted
 from trinity_buffer.integrations.torch_data import StepDataset
 
@@ -300,6 +300,34 @@ def test_a_new_worker_does_not_do_what_a_dead_one_was_asked(
     with pytest.raises(StoreError, match="not-there"):
         steps.commit(second, tmp_path / "not-there")
     assert committed(url) == (1, ["step-1"])
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_checkpoint_that_comes_after_a_later_one_is_refused(
+    url: str, tmp_path: Path, workers: int
+) -> None:
+    steps = dataset(url)
+    reader = loaded(steps, workers)
+    first, second = next(reader), next(reader)
+    steps.commit(second, saved := checkpoint(tmp_path, 2))
+    steps.commit(second, saved)
+    with pytest.raises(TrinityBufferError, match="committed already"):
+        steps.commit(first, checkpoint(tmp_path, 1))
+    steps.commit(first)
+    assert steps.state_dict() == {"step": 2}
+    assert committed(url) == (2, ["step-2"])
+
+
+def test_a_worker_keeps_no_tensors_of_the_steps_that_it_handed_out(url: str) -> None:
+    def files() -> int:
+        return len(list(Path(f"/proc/{reader._workers[0].pid}/fd").iterdir()))
+
+    reader: Any = loaded(dataset(url), workers=1)
+    next(reader)
+    before = files()
+    for _ in range(GROUPS - 1):
+        next(reader)
+    assert files() < before + GROUPS
 
 
 def test_a_state_of_something_else_is_refused(url: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import replace
 from multiprocessing.connection import Connection
 from multiprocessing.util import Finalize
 from pathlib import Path
@@ -101,7 +102,7 @@ class StepDataset(IterableDataset[TrainStep]):
             self._here.commit(step, checkpoint, policy)
         else:
             self._ask(step, checkpoint, policy)
-        self._committed.value = step.step
+        self._committed.value = max(self._committed.value, step.step)
         self._go_on_after.value = NOWHERE  # a pass that begins now supersedes nothing
 
     def _ask(self, step: TrainStep, checkpoint: str | Path | None, policy: PolicyPath) -> None:
@@ -169,7 +170,8 @@ class _Worker:
             self._stream = stream = self._open.enter_context(opened)
             self._committed = 0 if stream.resume is None else stream.resume.step
         for step in stream:
-            self._handed[step.step] = step
+            # Its tensors would keep a file of shared memory each, of which a process has 1024.
+            self._handed[step.step] = replace(step, microbatches=[])
             yield step
 
     def _commit_all(self) -> None:
@@ -184,15 +186,17 @@ class _Worker:
 
     def _commit(self, number: int, what: tuple[Any, ...]) -> str | None:
         """Commit a step and ``what`` was named with it; return why that failed."""
-        if number <= self._committed:
-            return None
-        if self._stream is None or number not in self._handed:
+        step = self._handed.get(max(number, self._committed))
+        if self._stream is None or step is None:
+            if number <= self._committed:  # by an earlier pass
+                return None
             return "it was handed out by an earlier pass; this one hands it out again"
         try:
-            self._stream.commit(self._handed[number], *what)
+            # Of a step that is committed the stream knows with what.
+            self._stream.commit(replace(step, step=number), *what)
         except TrinityBufferError as error:
             return str(error)
-        self._committed = number
-        for done in [step for step in self._handed if step <= number]:
+        self._committed = max(number, self._committed)
+        for done in [handed for handed in tuple(self._handed) if handed < self._committed]:
             del self._handed[done]
         return None
