@@ -14,8 +14,8 @@ from sqlalchemy import delete, insert, update
 from tests.conftest import Resize
 from tests.handles import Store, Transaction
 from tests.pipeline.planting import append_unfolded, events_of, everything, first_row, unguarded
-from tests.raw_store import PROJECTIONS, count, dbapi2
-from tests.sample_run import SampleRun, record_sample_run, rollout
+from tests.raw_store import PROJECTIONS, count, dbapi2, sql
+from tests.sample_run import RUNS, SampleRun, record_sample_run, rollout
 from tests.whole_stores import diff_projections, rebuild
 from trinity_buffer import open_store, verify
 from trinity_buffer.errors import StoreError
@@ -48,6 +48,22 @@ async def test_what_was_dropped_comes_out_equal(sample: SampleRun) -> None:
     report = await rebuilt(sample.url)
     assert await everything(sample.url) == before
     assert report.mended == {name: len(rows) for name, rows in sorted(before.items())}
+
+
+@pytest.mark.parametrize(
+    "harm", ["DELETE FROM configuration", "UPDATE configuration SET config = '{'"], ids=str
+)
+async def test_an_experiment_is_opened_without_its_row(sample: SampleRun, harm: str) -> None:
+    before = await everything(sample.url)
+    await unguarded(sample.url, sql(harm))
+    async with open_store(sample.url) as store:
+        experiment = await store.experiment(sample.name)
+        assert experiment.config["rollouts_per_group"] == RUNS
+        report = await verify(experiment)
+        assert [problem.where for problem in report.problems] == ["configuration"]
+        await store.experiment(sample.name, config={"groups_per_step": 1})
+        assert (await rebuild(store.database, experiment.key)).mended == {"configuration": 1}
+    assert await everything(sample.url) == before
 
 
 async def test_what_was_right_is_not_touched(sample: SampleRun) -> None:

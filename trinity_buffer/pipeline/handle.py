@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from trinity_buffer.codec.objects import decode_body, decode_fact
-from trinity_buffer.errors import CodecError, InvalidArgumentError
-from trinity_buffer.events import Fact
+from trinity_buffer.errors import CodecError, InvalidArgumentError, StoreError
+from trinity_buffer.events import ConfigurationChanged, ExperimentCreated, Fact, kinds_of
+from trinity_buffer.options import renamed
 from trinity_buffer.store import log, writer_queries
 from trinity_buffer.store.connection import Database
 from trinity_buffer.store.log import StoredEvent
@@ -93,6 +95,31 @@ def fact_at(experiment: str, stored: StoredEvent, kind: type[T]) -> T:
         place = f"experiment {experiment!r}, the event at position {stored.position}"
         raise CodecError(f"{place}: it is a {stored.kind}, not a {kind.__name__}: run `verify`")
     return fact
+
+
+def config_of(tx: Transaction, key: int, name: str) -> dict[str, Any] | None:
+    """Return the configuration of an experiment, or None before its first event.
+
+    From the log where its row is lost or damaged: `rebuild`, which mends that, opens it first.
+    """
+    with suppress(StoreError):
+        if (stored := writer_queries.config_of(tx, key)) is not None:
+            return stored[0]
+    kinds = kinds_of(ExperimentCreated | ConfigurationChanged)
+    for event in reversed(log.read_after(tx, key, 0, limit=1 << 31, kinds=kinds)):
+        match decoded(name, event).fact:
+            case ExperimentCreated(config=config) | ConfigurationChanged(config=config):
+                return renamed(config, warn=False)
+    return None
+
+
+def experiment_called(
+    tx: Transaction, name: str
+) -> tuple[int | None, dict[str, Any] | None, dict[str, int]]:
+    """Return an experiment's key and configuration, or the existing names if it is unknown."""
+    key = log.find_experiment(tx, name)
+    config = None if key is None else config_of(tx, key, name)
+    return key, config, log.experiment_names(tx) if key is None else {}
 
 
 @one_statement

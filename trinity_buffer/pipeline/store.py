@@ -397,12 +397,12 @@ class Store:
         """
         if problem_of_text(name):
             require_name("an experiment's name", name)
-        key, stored, names = await self.database.read(writer_queries.experiment_called, name)
+        key, stored, names = await self.database.read(handle.experiment_called, name)
         if key is None:  # older versions accepted any text
             require_name("an experiment's name", name)
         if config is None or self.database.read_only:
             if key is not None and stored is not None:
-                return Experiment(self, key, name, stored[0])
+                return Experiment(self, key, name, stored)
             known = ", ".join(names) or "none"
             remedy = "" if self.database.read_only else "; pass config={} to create it"
             raise errors.UnknownExperimentError(
@@ -436,8 +436,8 @@ def _create_or_change(
 
     key = log.create_experiment(tx, name)
     tx.lock(key)
-    stored = writer_queries.config_of(tx, key)
-    old = {} if stored is None else stored[0]
+    stored = handle.config_of(tx, key, name)
+    old = stored or {}
     changes = {k: [old.get(k), v] for k, v in wanted.items() if k not in old or old[k] != v}
     new = {k: wanted[k] for k in changes}
     known = ("schema", EXTRA, *(k for k in old if k not in CONFIG))  # of an older version

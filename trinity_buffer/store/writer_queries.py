@@ -29,15 +29,6 @@ def config_of(tx: Transaction, experiment: int) -> tuple[dict[str, Any], bool] |
     return None
 
 
-def experiment_called(
-    tx: Transaction, name: str
-) -> tuple[int | None, tuple[dict[str, Any], bool] | None, dict[str, int]]:
-    """Return an experiment's key and `config_of` it, or the existing names if it is unknown."""
-    key = log.find_experiment(tx, name)
-    stored = None if key is None else config_of(tx, key)
-    return key, stored, log.experiment_names(tx) if key is None else {}
-
-
 @one_statement
 def is_finished(tx: Transaction, experiment: int) -> bool:
     """Return whether an experiment was finished since the last change of its configuration."""

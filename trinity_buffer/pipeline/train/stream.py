@@ -29,7 +29,7 @@ from trinity_buffer.pipeline.annotate.consumer import RECORDED, StrategyConsumer
 from trinity_buffer.pipeline.coordination import diagnosis, waiting
 from trinity_buffer.pipeline.coordination.lease import TrainerLease, hold_lease
 from trinity_buffer.pipeline.coordination.waiting import settle_imports, task_group
-from trinity_buffer.pipeline.handle import ExperimentHandle
+from trinity_buffer.pipeline.handle import ExperimentHandle, experiment_called
 from trinity_buffer.pipeline.load.columns import LoadedRows, RowLoader
 from trinity_buffer.pipeline.load.reading import EventCache
 from trinity_buffer.pipeline.manifest import FIRST_LINK, chain, leased_step
@@ -682,9 +682,9 @@ async def _expert(experiment: ExperimentHandle, options: StreamOptions) -> Exper
             f"expert_experiment={name!r} is the trainer's own: its rows are not an expert's"
         )
 
-    key, stored, known = await experiment.database.read(writer_queries.experiment_called, name)
+    key, stored, known = await experiment.database.read(experiment_called, name)
     if key is None or stored is None:
         raise UnknownExperimentError(
             f"expert_experiment={name!r} is not in this store; it holds {', '.join(known)}"
         )
-    return ExperimentHandle(experiment.database, key, name, stored[0])
+    return ExperimentHandle(experiment.database, key, name, stored)
