@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import anyio
+import anyio.from_thread
 import pytest
 
 from tests.contract.making import group, kinds, opened
@@ -14,6 +15,8 @@ from tests.handles import Experiment
 from tests.whole_stores import recorded_end
 from trinity_buffer import run_strategy
 from trinity_buffer.errors import InvalidArgumentError, StoreUnavailableError
+from trinity_buffer.explorer.explore import Weights
+from trinity_buffer.pipeline.coordination.waiting import task_group
 from trinity_buffer.store import trainer_queries, writer_queries
 
 
@@ -132,6 +135,32 @@ async def test_explorers_follow_the_trainer_that_the_configuration_names(
         found = await experiment.newest_policy()
         assert found is not None
         assert found.uri == "by-hand"
+
+
+async def test_an_explorer_at_work_follows_a_trainer_that_is_named_later(
+    store_url: str, tmp_path: Path
+) -> None:
+    loaded = dict[str, anyio.Event]()
+
+    class Model:
+        def load(self, uri: str) -> Model:
+            anyio.from_thread.run_sync(loaded[Path(uri).name].set)
+            return self
+
+    async with opened(store_url, rollouts_per_group=4, trainer="first") as experiment:
+        await experiment.writer("e0").write(group())
+        await run_strategy(experiment, "grpo")
+        for trainer in ("first", "second"):
+            loaded[f"{trainer}-1"] = anyio.Event()
+            await _published_by(experiment, trainer, tmp_path, 1)
+        weights = Weights(experiment, Model())
+        await weights.load_newest()
+        assert [event.is_set() for event in loaded.values()] == [True, False]
+        async with task_group(weights.follow):
+            async with opened(store_url, trainer="second"):
+                pass
+            with anyio.fail_after(30):
+                await loaded["second-1"].wait()
 
 
 async def test_a_trainer_of_another_name_is_followed_where_the_configured_one_is_not_there(

@@ -36,7 +36,7 @@ from typing_extensions import override
 
 from trinity_buffer import errors
 from trinity_buffer.algorithm.arguments import refuse_unknown
-from trinity_buffer.events import PolicyPublished, kinds_of
+from trinity_buffer.events import ConfigurationChanged, PolicyPublished, kinds_of
 from trinity_buffer.experience import Experience
 from trinity_buffer.identity import EID, Key
 from trinity_buffer.options import AtLeast0, Count, option_types, renamed
@@ -119,7 +119,9 @@ class Weights:
     async def follow(self) -> None:
         """Load whatever is published, until the experiment is finished."""
         begin = 0 if self._loaded is None else self._loaded.position
-        async for _ in self._experiment.events(begin, follow=True, kinds=kinds_of(PolicyPublished)):
+        # The configuration names the trainer.
+        kinds = kinds_of(PolicyPublished | ConfigurationChanged)
+        async for _ in self._experiment.events(begin, follow=True, kinds=kinds):
             await self.load_newest()
 
     async def _load(self, policy: PublishedPolicy) -> None:

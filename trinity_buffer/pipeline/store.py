@@ -117,11 +117,6 @@ class Experiment(handle.ExperimentHandle):
         page = log.read_after(tx, self.key, after, limit=limit, kinds=kinds)
         return head, page, writer_queries.is_finished(tx, self.key)
 
-    @property
-    def _trainer(self) -> str:
-        """The trainer that explorers follow."""
-        return str(self.config.get("trainer") or "trainer")
-
     def _append(self, tx: Transaction, event: facts.NewEvent, actor: str) -> None:
         log.append(tx, self.key, [(actor, event)])
 
@@ -278,7 +273,7 @@ class Experiment(handle.ExperimentHandle):
 
         def publish(tx: Transaction) -> None:
             tx.lock(self.key)
-            newest = writer_queries.newest_policy(tx, self.key, self._trainer)
+            newest = writer_queries.newest_of_followed(tx, self.key)
             newest_version, _, _, after = newest or (version, "", "", 0)
             if version < newest_version and not log.read_after(
                 tx, self.key, after, limit=1, kinds=facts.kinds_of(facts.TrainerRewound)
@@ -305,10 +300,10 @@ class Experiment(handle.ExperimentHandle):
     async def newest_policy(self) -> PublishedPolicy | None:
         """Return the policy that was published last, or None.
 
-        If several trainers publish, only the one that the configuration names (``trainer``) counts:
-        explorers follow one model.
+        If several trainers publish, only the one that the configuration names (``trainer``) counts,
+        as it is now: explorers follow one model.
         """
-        newest = await self.database.read(writer_queries.newest_policy, self.key, self._trainer)
+        newest = await self.database.read(writer_queries.newest_of_followed, self.key)
         if newest is None:
             return None
         version, uri, digest, position = newest

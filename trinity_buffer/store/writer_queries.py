@@ -292,6 +292,13 @@ def newest_policy(
     return None
 
 
+def newest_of_followed(tx: Transaction, experiment: int) -> tuple[int, str, str, int] | None:
+    """Return `newest_policy` of the trainer that the configuration names now."""
+    stored = config_of(tx, experiment)
+    config = {} if stored is None else stored[0]
+    return newest_policy(tx, experiment, str(config.get("trainer") or "trainer"))
+
+
 OF_NO_OTHER_TRAINER = (
     "NOT EXISTS (SELECT 1 FROM event, consumer "
     "WHERE event.experiment = policy.experiment AND event.position = policy.position "
