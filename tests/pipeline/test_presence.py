@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import subprocess
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -226,6 +227,19 @@ def test_a_container_of_the_same_name_is_another_machine(
     assert not is_dead(its_lease.replace(f":{os.getpid()}:", f":{there.pid}:"))
     long_ago = there.last_seen - int(2 * waiting.UNSEEN_S * 1e6)
     assert not is_here(replace(there, last_seen=long_ago))
+
+
+def test_a_process_is_there_though_its_row_was_begun_before_it_or_before_the_clock_was_set() -> (
+    None
+):
+    an_hour = 3_600_000_000
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
+        row = seen_now(waiting.this_host(), process.pid)
+        # One of a container that was started again has the number, and so the row, of the one
+        # before it. A clock that is set forward moves the start of every process with it.
+        assert is_here(replace(row, started_at=row.started_at - an_hour))
+        before = row.last_seen - an_hour
+        assert not is_here(replace(row, started_at=before, last_seen=before)), "only its number"
 
 
 def test_a_host_is_shown_by_its_name_alone() -> None:

@@ -268,7 +268,7 @@ class Presence:
 def is_here(row: PresenceRow) -> bool:
     """Return whether a process is alive, as far as this machine can tell.
 
-    On this machine, a process that started after the row was written only has the same number.
+    On this machine, a process that started after the last heartbeat only has the same number.
     """
     if not is_this_host(row.host):
         return not was_silent(row)
@@ -279,7 +279,9 @@ def is_here(row: PresenceRow) -> bool:
     lines = (PROC / "stat").read_text().splitlines()
     boot_s = next((int(line.split()[1]) for line in lines if line.startswith("btime ")), 0)
     started_us = boot_s * _SECOND_US + int(ticks) * _SECOND_US // os.sysconf("SC_CLK_TCK")
-    return started_us <= row.started_at + 2 * _SECOND_US  # btime in /proc/stat has whole seconds
+    # btime in /proc/stat has whole seconds, and moves with the clock; `started_at` stays as it is
+    # where a process takes over the row of one that had its number, as in a restarted container.
+    return started_us <= max(row.started_at, row.last_seen) + 2 * _SECOND_US
 
 
 def was_silent(row: PresenceRow) -> bool:
