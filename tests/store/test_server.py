@@ -219,6 +219,16 @@ async def test_a_connection_that_ends_while_it_is_made_is_told_as_broken(
             pass
 
 
+@pytest.mark.parametrize("encoding", ["LATIN1", "SQL_ASCII"])
+async def test_every_text_is_stored_and_read_whatever_encoding_a_client_asks_for(
+    postgres_store_url: str, monkeypatch: pytest.MonkeyPatch, encoding: str
+) -> None:
+    monkeypatch.setenv("PGCLIENTENCODING", encoding)
+    async with opened(postgres_store_url) as experiment:
+        await experiment.writer("e0").write(group(task="日本"))
+        assert {e.eid.task async for e in experiment.read()} == {"日本"}
+
+
 async def test_who_reads_the_log_to_its_end_asks_for_no_news(
     postgres_server: PostgresServer, postgres_url: str
 ) -> None:

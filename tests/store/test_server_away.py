@@ -18,6 +18,7 @@ from typing_extensions import override
 from tests.contract.making import group, kinds, opened
 from tests.handles import Experiment
 from tests.postgres import PostgresServer
+from tests.raw_store import sql
 from tests.store.wire import wired
 from trinity_buffer import open_store, run_strategy, verify
 from trinity_buffer.errors import InvalidArgumentError, StoreReplacedError, StoreUnavailableError
@@ -116,6 +117,18 @@ async def test_a_trainer_takes_its_lease_and_commits_over_a_bad_line(
         assert await experiment.committed_step("t") == 2
         assert (await kinds(experiment)).count("StepsCommitted") == 2
         assert (await verify(experiment)).problems == ()
+
+
+@pytest.mark.parametrize("how", ["loses", "cuts"])
+async def test_an_explorer_takes_over_a_batch_over_a_bad_line(
+    postgres_store_url: str, how: str
+) -> None:
+    async with wired(postgres_store_url) as (url, wire), opened(url) as experiment:
+        await experiment.writer("gone").plan("b", [0], 4)
+        await experiment.database.write(sql("DELETE FROM presence"))
+        setattr(wire, how, COMMIT)
+        assert await experiment.writer("e0").take_over() == ["b"]
+        assert wire.cut == 1
 
 
 @pytest.mark.long
@@ -401,6 +414,20 @@ async def test_a_connection_that_breaks_while_it_is_made_is_made_again(
         monkeypatch.setattr(postgres, "connect", break_first)
         assert await experiment.is_finished() is False
     assert len(made) == 2
+
+
+async def test_a_server_that_goes_away_in_the_middle_of_tls_does_not_refuse() -> None:
+    async def begins(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readexactly(8)  # which asks for TLS
+        writer.write(b"S")
+        await reader.read(1)
+        writer.transport.abort()
+
+    async with await asyncio.start_server(begins, "127.0.0.1", 0) as server:
+        port = server.sockets[0].getsockname()[1]
+        url = parse_url(f"postgresql://postgres@127.0.0.1:{port}/any?sslmode=require")
+        with pytest.raises(ConnectionError, match="SSL"):
+            await anyio.to_thread.run_sync(postgres.connect, url)
 
 
 @pytest.mark.parametrize(

@@ -72,9 +72,11 @@ _PASSING = frozenset({"57P01", "57P02", "57P03", "57P05", "25P03", "25P04", "533
 """SQLSTATE of a shutdown, a start, a connection that was idle for too long, and of too many."""
 
 # What a server answers to a client that it will not take later either. libpq passes on no code of
-# such an answer, only its words.
+# such an answer, only its words. A connection that ends as TLS
+# begins is no refusal.
 _NEVER = re.compile(
-    "authentication|password|pg_hba|does not exist|permission|not permitted|certificate|SSL"
+    "authentication|password|pg_hba|does not exist|permission|not permitted|certificate"
+    "|SSL(?! SYSCALL error| error: unexpected eof| connection has been closed)"
 )
 
 
@@ -106,6 +108,7 @@ def connect(url: URL) -> psycopg.Connection[Any]:
             autocommit=True,
             cursor_factory=library.RawCursor,
             application_name=application_name(),
+            client_encoding="UTF8",  # whatever the environment or the role says
             connect_timeout=CONNECT_TIMEOUT_S,
         )
     except library.errors.ConnectionTimeout as error:

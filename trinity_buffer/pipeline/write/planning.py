@@ -360,7 +360,7 @@ def take_over(
     tx: Transaction,
     experiment: int,
     presence_of: Callable[[str], waiting.Presence],
-    mine: Collection[str],
+    mine: set[str],
     batches: Collection[str] | None,
 ) -> list[counts.OpenBatch]:
     """Claim open batches of explorers that are gone; return them, oldest first.
@@ -369,7 +369,8 @@ def take_over(
 
     Args:
         presence_of: returns this process's presence under an explorer's name.
-        mine: names that the calling writer uses already.
+        mine: names that the calling writer uses already. Those that are claimed are added: where a
+            server's answer to the commit was lost, this runs again, and finds its own heartbeats.
         batches: the batches that may be claimed; None: all.
     """
     tx.lock(experiment)
@@ -385,6 +386,7 @@ def take_over(
         if batches is None or batch.key in batches
         if not is_there(batch.actor)
     ]
+    mine.update(batch.actor for batch in gone)
     for actor in sorted({batch.actor for batch in gone}):
         leases.record_presence(tx, experiment, presence_of(actor).first())
     return gone
