@@ -69,7 +69,7 @@ class Scripted:
         self.asked += 1
         self.body = await request.json()
         await anyio.sleep(self.delay_s)
-        if self.body.get("stream"):
+        if self.body.get("stream") and self.status < 400:
             return StreamingResponse(self._lines(), media_type="text/event-stream")
         # Not JSONResponse, which refuses NaN.
         body = json.dumps(self.answer)
@@ -433,13 +433,34 @@ async def test_what_no_server_could_be_sent_is_no_json(
     assert scripted.asked == 0
 
 
-async def test_when_to_come_again_is_passed_on(
+@pytest.mark.parametrize("stream", [False, True])
+async def test_what_the_upstream_refuses_is_passed_on_with_its_status(
+    sqlite_url: str, upstream: str, scripted: Scripted, *, stream: bool
+) -> None:
+    async with recording(sqlite_url, upstream, max_in_flight=1) as url:
+        scripted.status, scripted.headers = 429, {"retry-after": "7"}
+        told = await chat(url, "t/0", stream=stream)
+        assert (told.status_code, told.headers["retry-after"]) == (429, "7")
+        scripted.status, scripted.headers = 400, {}
+        scripted.answer = {"error": {"message": "too long", "code": "context_length_exceeded"}}
+        told = await chat(url, "t/0", stream=stream)
+        assert (told.status_code, told.json()) == (400, scripted.answer)
+        scripted.status, scripted.answer = 200, whole(choice())
+        assert (await chat(url, "t/0", stream=stream)).status_code == 200
+    assert len(await stored(sqlite_url, "agent.turns")) == 1
+
+
+async def test_a_turn_that_is_stored_is_answered_whatever_is_in_it(
     sqlite_url: str, upstream: str, scripted: Scripted
 ) -> None:
-    scripted.status, scripted.headers = 429, {"retry-after": "7"}
+    top = [{"token": "x", "logprob": float("-inf")}]
+    content = [{**LOGPROB, "top_logprobs": top}] * 2
+    scripted.answer = whole(choice("half of \ud83d", logprobs={"content": content}))
     async with recording(sqlite_url, upstream) as url:
-        told = await chat(url, "t/0")
-    assert (told.status_code, told.headers["retry-after"]) == (429, "7")
+        told = await chat(url, "t/0", logprobs=True, top_logprobs=1)
+    (said,) = told.json()["choices"]
+    assert (said["message"]["content"], said["logprobs"]["content"]) == ("half of \ud83d", content)
+    assert len(await stored(sqlite_url, "agent.turns")) == 1
 
 
 async def test_a_reward_under_another_key_closes_nothing(sqlite_url: str, upstream: str) -> None:

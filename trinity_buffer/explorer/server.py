@@ -115,24 +115,23 @@ class Server:
         Raises:
             InferenceServerError: it cannot be reached, or its answer is no JSON.
         """
-        answer = await self._sent("POST", path, body)
-        after = answer.headers.get("retry-after")
-        headers = {} if after is None else {"retry-after": after}
-        return answer.status_code, _json_of(answer), headers
+        return _passed(await self._sent("POST", path, body))
 
     async def chunks(self, path: str, body: Mapping[str, Any]) -> AsyncGenerator[Any]:
-        """Yield the chunks of a streamed answer.
+        """Yield what `passed` returns, without an answer if that is streamed; then its chunks.
 
         Raises:
-            InferenceServerError: it cannot be reached, refuses, or breaks off before ``[DONE]``.
+            InferenceServerError: it cannot be reached, or breaks off before ``[DONE]``.
         """
         url = f"{self.root}{path}"
         is_done = False
         try:
             async with self._client.stream("POST", url, json=dict(body)) as answer:
                 if answer.is_error:
-                    text = (await answer.aread()).decode(errors="replace")
-                    raise _refusal(url, answer.status_code, text)
+                    await answer.aread()
+                    yield _passed(answer)
+                    return
+                yield answer.status_code, None, {}
                 async for line in _lines_of(answer):
                     data = line.removeprefix(b"data: ")
                     is_done = is_done or data == b"[DONE]"
@@ -236,6 +235,12 @@ def _refusal(url: str, status: int, text: str) -> InferenceServerError:
     error = RefusedRequestError(message)
     error.status = status
     return error
+
+
+def _passed(response: Any) -> tuple[int, Any, dict[str, str]]:
+    after = response.headers.get("retry-after")
+    headers = {} if after is None else {"retry-after": after}
+    return response.status_code, _json_of(response), headers
 
 
 def _answer_of(response: Any) -> Any:

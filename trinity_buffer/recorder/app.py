@@ -8,11 +8,11 @@ from __future__ import annotations
 import json
 import logging
 from array import array
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field
-from functools import cache
-from typing import Any, Literal
+from functools import cache, partial
+from typing import Any, Literal, TypeVar
 from uuid import uuid4
 
 import anyio
@@ -32,6 +32,8 @@ from trinity_buffer.recorder.guard import refusal, status_of
 from trinity_buffer.recorder.recording import Recording, Rollout, Turn
 
 _LOG = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 Json = Mapping[str, Any]
 """A request, an answer or a chunk of one, or a part of these."""
@@ -352,25 +354,27 @@ class Recorder:
         headers = {HEADER: str(rollout).encode().decode("latin-1")}  # as UTF-8: see `_as_utf8`
         if asked.get("stream"):
             chunks = self._streamed(path, asked, body, rollout)
-            return StreamingResponse(chunks, headers=headers, media_type="text/event-stream")
+            status, answer, retry_headers = await self._unless_gone(request, chunks.__anext__)
+            if status < 400:
+                return StreamingResponse(chunks, headers=headers, media_type="text/event-stream")
+            await chunks.aclose()
+            return JSONResponse(answer, status, retry_headers)
         weights = await self._weights.now()
-        passed = await self._passed(request, path, asked)
-        if passed is None or await request.is_disconnected():
-            raise HTTPException(499, "the client went away and saw no answer, which is no turn")
-        status, answer, retry_headers = passed
+        asking = partial(self.upstream.passed, path, asked)
+        status, answer, retry_headers = await self._unless_gone(request, asking)
         if status >= 400:
             return JSONResponse(answer, status, retry_headers)
         await self._store(answer, body, rollout, weights)
         if body.get("stream"):
             pieces = [*as_chunks(stripped(answer, body), usage=wants_usage(body)), DONE]
             return Response(b"".join(pieces), headers=headers, media_type="text/event-stream")
-        return JSONResponse(stripped(answer, body), headers=headers)
+        # Not a JSONResponse, which cannot write all that a server may say, such as NaN.
+        text = json.dumps(stripped(answer, body), separators=(",", ":"))
+        return Response(text, headers=headers, media_type="application/json")
 
-    async def _passed(
-        self, request: Request, path: str, asked: Json
-    ) -> tuple[int, Any, dict[str, str]] | None:
-        """Return the upstream's answer; None: the client went away, and it need not go on."""
-        passed = None
+    async def _unless_gone(self, request: Request, asking: Callable[[], Awaitable[T]]) -> T:
+        """Return what ``asking`` does, unless the client goes away: then stop asking."""
+        answers: list[T] = []
 
         async def stop_if_client_goes(scope: anyio.CancelScope) -> None:
             while (await request.receive())["type"] != "http.disconnect":
@@ -380,9 +384,11 @@ class Recorder:
         async with task_group() as group:
             # Generating on for a client that is gone would cost the GPU for nothing.
             group.start_soon(stop_if_client_goes, group.cancel_scope)
-            passed = await self.upstream.passed(path, asked)
+            answers.append(await asking())
             group.cancel_scope.cancel()
-        return passed
+        if not answers or await request.is_disconnected():
+            raise HTTPException(499, "the client went away and saw no answer, which is no turn")
+        return answers[0]
 
     def _named(self, request: Request, name: str) -> Rollout:
         """Return the rollout of this name, which no encoded slash may split."""
@@ -414,13 +420,19 @@ class Recorder:
 
     async def _streamed(
         self, path: str, asked: Json, body: Json, rollout: Rollout
-    ) -> AsyncIterator[bytes]:
-        """Yield the chunks as they come; the last of each choice when all is durable."""
-        whole, held = StreamedAnswer(), []
+    ) -> AsyncGenerator[Any]:
+        """Yield what `Server.passed` returns, then the chunks of a stream as they come.
+
+        The last of each choice leaves when all is durable.
+        """
+        whole, held, has_begun = StreamedAnswer(), [], False
         try:
             weights = await self._weights.now()
             # A client that goes away closes this, and so the connection to the upstream.
             async with aclosing(self.upstream.chunks(path, asked)) as chunks:
+                passed = await anext(chunks)
+                yield passed
+                has_begun = True
                 async for chunk in chunks:
                     with understanding(self.upstream.root):
                         ends = whole.take(chunk)
@@ -437,10 +449,12 @@ class Recorder:
                 yield piece
             yield DONE
         except TrinityBufferError as error:
+            if not has_begun:
+                raise
             # The head has left already: all that is left to say is in the stream.
             yield event({"error": {"message": str(error), "type": type(error).__name__}})
         finally:
-            self._in_flight -= 1
+            self._in_flight -= has_begun
 
 
 def _as_utf8(header: str) -> str:
