@@ -373,7 +373,7 @@ class Recorder:
         return Response(text, headers=headers, media_type="application/json")
 
     async def _unless_gone(self, request: Request, asking: Callable[[], Awaitable[T]]) -> T:
-        """Return what ``asking`` does, unless the client goes away: then stop asking."""
+        """Return the answer of ``asking``, which ends if the client goes away."""
         answers: list[T] = []
 
         async def stop_if_client_goes(scope: anyio.CancelScope) -> None:
