@@ -149,6 +149,17 @@ def test_verify_ends_with_the_two_numbers(cli: Cli, own_sample_run: SampleRun) -
     assert (found["ok"], found["lost"], found["duplicated"]) == (False, 1, 0)
 
 
+def test_verify_tells_files_of_another_experiment_from_lost_rows(
+    cli: Cli, sample: SampleRun, tmp_path: Path
+) -> None:
+    lines = (f"e7-{batch}/0/0/0/\t{'ab' * 16}\t{batch:064x}\n" for batch in range(99))
+    (tmp_path / "e7.ack").write_text("".join(lines))
+    told = cli("verify", "--store", sample.url, "--quick", "--acknowledged", tmp_path)
+    assert told.code == 1
+    assert "none of their heads is in this log: they are of another experiment" in told.out
+    assert "lost 99, duplicated 0" in told.out
+
+
 def test_verify_claims_only_what_it_measured(cli: Cli, sample: SampleRun, tmp_path: Path) -> None:
     told = cli("verify", "--store", sample.url, "--quick")
     said = "lost, duplicated: not measured: give --acknowledged and --checkpoint"

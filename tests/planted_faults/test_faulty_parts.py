@@ -198,7 +198,7 @@ async def test_a_receipt_before_the_commit_is_found(store_url: str, tmp_path: Pa
         checks.acknowledged_is_durable_though_told_too_early,
         store_url,
         tmp_path,
-        "lost|experience|no event has it",
+        "lost|experience|in this log|no event has it",
     )
 
 

@@ -78,9 +78,9 @@ def _verified(report: VerifyReport) -> output.Lines:
             f"committed {t.committed} + rejected {sum(t.rejected.values())} "
             f"({output.shown(t.rejected)})"
         )
-    lines = [f"lost: {item}" for item in report.lost_items]
-    lines += [f"duplicated: {item}" for item in report.duplicated_items]
-    lines += [f"wrong: {problem}" for problem in report.problems]
+    wrong = [f"wrong: {problem}" for problem in report.problems]
+    lines = wrong[:1] + [f"lost: {item}" for item in report.lost_items]  # it may explain them
+    lines += [f"duplicated: {item}" for item in report.duplicated_items] + wrong[1:]
     # A damaged store can have a problem for each of a million rows.
     yield from lines[:PROBLEMS_SHOWN]
     if len(lines) > PROBLEMS_SHOWN:

@@ -286,7 +286,7 @@ async def verify(
     problems += await segments.check_surroundings(database, audit.segments, quick=quick)
     examine = partial(_compare_outside, audit, noted, chain, consumer)
     lost, trained_twice, wrong = await anyio.to_thread.run_sync(examine)
-    problems += wrong
+    problems = wrong + problems
     return VerifyReport(
         experiment=experiment.name,
         store=database.name,
@@ -407,20 +407,27 @@ def _outside(
 def _compare_outside(
     audit: LogAudit, noted: Acknowledged | None, chain: Chain | None, consumer: str | None
 ) -> tuple[tuple[str, ...], list[str], list[Problem]]:
-    """Return the lost rows, the rows trained twice, and other problems of the checkpoint."""
+    """Return the lost rows, the rows trained twice, and other problems of what is outside."""
     if consumer not in (None, *audit.trainers):
         known = ", ".join(audit.trainers) or "none"
         raise InvalidArgumentError(f"consumer={consumer!r} is no trainer here (there: {known})")
     lost = () if noted is None else noted.lost(audit.uids, audit.contents)
+    foreign = list[Problem]()
+    if noted is not None and noted.heads and noted.heads <= audit.chain.unproven:
+        what = (
+            "none of their heads is in this log: they are of another experiment or another store, "
+            "unless this log was cut or replaced"
+        )
+        foreign.append(Problem("chain", "acknowledgements", what))
     twice = {
         manifest_text(digest, trainer.steps.get(step))
         for trainer in audit.trainers.values()
         for step, digest in trainer.twice
     }
     if chain is None:
-        return lost, sorted(twice), []
+        return lost, sorted(twice), foreign
     not_trained, again, problems = examine_chain(chain, audit.trainers, consumer)
-    return (*lost, *not_trained), sorted({*twice, *again}), problems
+    return (*lost, *not_trained), sorted({*twice, *again}), foreign + problems
 
 
 def _lease_at(experiment: Experiment, position: int) -> events.BatchLeased | None:
