@@ -489,6 +489,53 @@ def test_a_replay_with_other_settings_names_them(
     assert "step 1 was trained with" in caplog.text
 
 
+SGD: dict[str, Any] = {"lr": 0.1, "momentum": 0.5}
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings", "differ"),
+    [
+        (torch.optim.SGD, SGD, {}),
+        (torch.optim.SGD, SGD | {"lr": 0.2}, {"optimizer.lr": [0.1, 0.2]}),
+        (torch.optim.SGD, SGD | {"momentum": 0.0}, {"optimizer.momentum": [0.5, 0.0]}),
+        (torch.optim.RMSprop, SGD, {"optimizer": ["SGD", "RMSprop"]}),
+        (None, {}, {"optimizer": ["SGD", None], "optimizer.momentum": [0.5, None]}),
+    ],
+)
+def test_a_replay_with_another_optimizer_of_ones_own_names_what_differs(
+    url: str,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    kind: Any,
+    settings: Any,
+    differ: Any,
+) -> None:
+    def run(stream: Any, kind: Any, settings: Any, steps: int | None = None) -> tb.Trainer:
+        model = policy()
+        optimizer = None if kind is None else kind(model.parameters(), **settings)
+        made = tb.TrainerSettings(checkpoints=tmp_path, max_steps=steps)
+        trainer = tb.Trainer(stream, model, build("grpo"), made, optimizer=optimizer)
+
+        def fall(_: object) -> None:  # a schedule, whose rate is the checkpoint's after a restart
+            if optimizer is not None:
+                optimizer.param_groups[0]["lr"] *= 0.5
+
+        trainer.run(fall)
+        return trainer
+
+    for steps in (2, 4):
+        with tb.open_train_stream(
+            url, experiment="run", strategy="grpo", groups_per_step=1
+        ) as stream:
+            assert run(stream, torch.optim.SGD, SGD, steps).differences == {}
+    with tb.open_replay_stream(url, experiment="run") as replayed:
+        found = run(replayed, kind, settings).differences
+    assert {name: pair for name, pair in found.items() if name in differ} == differ
+    assert bool(found) == bool(differ) == ("step 1 was trained with optimizer" in caplog.text)
+    old = {name: value for name, value in environments(url)[0].items() if "optimizer" not in name}
+    assert differences(old, environments(url)[0]) == {}
+
+
 class SecondOfTwo(Processes):
     """The rank above 0 of two."""
 

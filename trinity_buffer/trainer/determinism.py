@@ -165,6 +165,27 @@ def attention_of(policy: Any) -> str | None:
     return None if attention is None else str(attention)
 
 
+def optimizer_settings(optimizer: Any, resumed_from: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the class of an optimizer, and its settings; of several groups each value once.
+
+    Args:
+        optimizer: as its user made it.
+        resumed_from: the environment of a commit, whose settings it takes.
+    """
+    settings: dict[str, list[Any]] = {}
+    for group in getattr(optimizer, "param_groups", ()):
+        # A schedule changes the rate, and keeps the one that it began with.
+        passed_over = {"params", "param_names", *(["lr"] if "initial_lr" in group else [])}
+        for name in group.keys() - passed_over:
+            value = [*group[name]] if isinstance(group[name], tuple) else group[name]
+            values = settings.setdefault(f"optimizer.{name}", [])
+            if value not in values:
+                values.append(value)
+    found = {name: values[0] if len(values) == 1 else values for name, values in settings.items()}
+    taken = {n: value for n, value in resumed_from.items() if n.startswith("optimizer.")}
+    return {"optimizer": type(optimizer).__name__, **(taken or found)}
+
+
 class SameBits:
     """Lets a trainer compute what comes out the same again, and says where that cannot be expected.
 
@@ -173,6 +194,7 @@ class SameBits:
         processes: its ranks.
         deterministic: see `same_bits`.
         settings: of the trainer, that decide the bits.
+        optimizer: of the user; None: that of the trainer, whose settings are among these.
 
     Attributes:
         environment: in which the last step was computed, as commits record it.
@@ -186,13 +208,16 @@ class SameBits:
         *,
         deterministic: bool,
         settings: Mapping[str, Any],
+        optimizer: Any = None,
     ) -> None:
         steps.settle_cublas()  # also for nothing: a trainer that asks may come later
         self._device = stream.device
         self._processes = processes
         self._deterministic = deterministic
-        self._settings = settings
         self._resumed_from = {} if stream.resume is None else stream.resume.environment
+        self._settings = dict(settings)
+        if optimizer is not None:
+            self._settings |= optimizer_settings(optimizer, self._resumed_from)
         self.environment: Mapping[str, Any] = {}
         self.differences: dict[str, list[Any]] = {}
 
@@ -208,7 +233,7 @@ class SameBits:
         """
         own = {"ranks": self._processes.world_size, "attention": attention_of(policy)}
         known = {name: value for name, value in own.items() if value is not None}
-        self.environment = steps.environment_of_run(self._device) | known | dict(self._settings)
+        self.environment = steps.environment_of_run(self._device) | known | self._settings
         recorded, self._resumed_from = step.environment or self._resumed_from, {}
         differing = steps.differences(recorded, self.environment)
         new = any(self.differences.get(name) != pair for name, pair in differing.items())

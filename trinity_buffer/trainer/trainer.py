@@ -162,9 +162,12 @@ class Trainer:
         if self._coefficients() and self._processes.world_size > 1:
             raise InvalidArgumentError("adaptive KL coefficients differ by rank: give a fixed one")
         # Before a model is used: a reference may be tried out.
-        deciding = settings.deciding(is_own=optimizer is not None)
         self._bits = SameBits(
-            stream, self._processes, deterministic=settings.deterministic, settings=deciding
+            stream,
+            self._processes,
+            deterministic=settings.deterministic,
+            settings=settings.deciding(is_own=optimizer is not None),
+            optimizer=optimizer,
         )
         policy = policy_of(model)
         models.require_trained(policy, optimizer)
