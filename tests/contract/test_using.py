@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Awaitable, Callable
+from contextlib import closing
 from pathlib import Path
 
 import anyio
@@ -90,6 +91,29 @@ async def test_no_lease_or_commit_goes_into_a_file_that_is_gone(
         for _ in range(2):
             with pytest.raises(StoreReplacedError):
                 await train()
+
+
+async def test_nothing_is_acknowledged_behind_a_backup_that_is_restored_into_the_file(
+    file: Path,
+) -> None:
+    """As by ``.restore`` of the shell of SQLite, which leaves the file and its log in place."""
+    backup = file.with_name("backup.db")
+    async with opened(str(file), rollouts_per_group=4) as experiment:
+        writer = experiment.writer("e0")
+        await writer.write(group(task=1))
+        with closing(dbapi2.connect(str(file))) as own, closing(dbapi2.connect(str(backup))) as old:
+            own.backup(old)
+            receipt = await writer.write(group(task=2))
+            await run_strategy(experiment, "grpo")
+            old.backup(own)
+        lost = rf"'run' has lost its event at position \d+.* it ends at {receipt.position - 1} now"
+        for _ in range(2):
+            with pytest.raises(StoreReplacedError, match=lost):
+                await writer.write(group(task=3))
+            with pytest.raises(StoreReplacedError, match=lost):
+                await run_strategy(experiment, "grpo")
+    async with opened(str(file)) as experiment:
+        assert (await experiment.writer("e0").write(group(task=3))).written == 4
 
 
 async def test_a_link_that_leads_elsewhere_is_another_file(file: Path) -> None:

@@ -28,7 +28,7 @@ from typing_extensions import override
 from trinity_buffer import errors
 from trinity_buffer.codec.blob import Buffer, mapped
 from trinity_buffer.limits import sizes
-from trinity_buffer.store import schema, sqlite, transaction
+from trinity_buffer.store import log, schema, sqlite, transaction
 from trinity_buffer.store.notify import PostgresChanges, SQLiteChanges
 from trinity_buffer.store.postgres import Outage, Server
 from trinity_buffer.store.segments import SegmentStore
@@ -52,21 +52,24 @@ class SQLiteTransaction(transaction.Transaction):
     Args:
         driver: the connection. No transaction may be open.
         files: what the connection has open.
-        check: raises unless the schema is the one of this version.
+        check: raises unless the schema is the one of this version, and the logs have their ends.
         queue: which a writing transaction waits in.
+        ends: what was seen of each log, over all connections.
     """
 
     def __init__(
         self,
         driver: Any,
         files: StoreFiles,
-        check: Callable[[transaction.Transaction], object] | None = None,
+        check: Callable[[transaction.Transaction, transaction.Ends], None] | None = None,
         queue: WriterQueue | None = None,
+        ends: transaction.Ends | None = None,
     ) -> None:
         super().__init__(_engine(), driver)
         self._files = files
         self._check = check
         self._queue = queue
+        self._ends = {} if ends is None else ends
         self._schema = -1
 
     @override
@@ -144,7 +147,8 @@ class SQLiteTransaction(transaction.Transaction):
         once: bool = False,  # noqa: ARG002 - a server may be away
     ) -> T:
         """Return ``f(tx, ...)``, in a transaction of its own."""
-        self.seen = []
+        self.seen, self.appended = [], {}
+        known = dict(self._ends)  # before the transaction, which sees no later event
         queue = self._queue if writes else None
         if queue is not None:
             queue.acquire()
@@ -154,8 +158,8 @@ class SQLiteTransaction(transaction.Transaction):
             self.driver.execute("BEGIN IMMEDIATE" if writes else "BEGIN")
             if self._check is not None:
                 ((version,),) = self.driver.execute("PRAGMA schema_version")  # counts changes
-                if version != self._schema:  # another process may migrate it
-                    self._check(self)
+                if version != self._schema:  # another process may migrate it, or restore a backup
+                    self._check(self, known)
                     self._schema = version
             done = f(self, *args, **kwargs)
             self.driver.execute("COMMIT")
@@ -169,6 +173,7 @@ class SQLiteTransaction(transaction.Transaction):
             if self._connection.in_transaction():  # in SQLAlchemy's idea; nothing is left to undo
                 self._connection.rollback()
         self._files.check()  # after reads too: a caller may take what it read for safe
+        transaction.note_ends(self._ends, self)
         return done
 
     def close(self) -> None:
@@ -322,6 +327,7 @@ class Database:
         self.connections: ConnectionPool | Server
         self.changes: SQLiteChanges | PostgresChanges
         self.owner: transaction.Owner
+        self._ends: transaction.Ends = {}
         self._any_revision = False
         self._still = False
 
@@ -500,8 +506,16 @@ class Database:
             driver = dbapi2.connect(name, uri=True, isolation_level=None, cached_statements=256)
             for statement in sqlite.pragmas(durability=self.durability, read_only=self.read_only):
                 driver.execute(statement)
-        check = None if self._any_revision else partial(schema.inspect, name=self.name)
-        return SQLiteTransaction(driver, files, check, self._queue)
+        check = None if self._any_revision else self._inspect
+        return SQLiteTransaction(driver, files, check, self._queue, self._ends)
+
+    def _inspect(self, tx: transaction.Transaction, known: transaction.Ends) -> None:
+        """Raise unless the schema is ours, and the logs have the events that are ``known``."""
+        if schema.inspect(tx, self.name):
+            for key, (position, head) in known.items():
+                if not log.holds(tx, key, position, head):
+                    name, end = log.experiment_name(tx, key), log.head(tx, key)
+                    raise transaction.event_lost(self.name, name, position, end)
 
 
 @asynccontextmanager

@@ -477,7 +477,7 @@ class PostgresConnection:
                     if tx.in_doubt and not doubted:
                         doubted.update(tx.appended)
                     raise
-                self._server.note_ends(tx)
+                transaction.note_ends(self._server.ends, tx)
                 return done
 
         if once or self._server.is_dedicated:
@@ -524,7 +524,7 @@ class Server:
         self._timeout_s = COMMAND_TIMEOUT_S if is_timed else None
         number = 1 if is_dedicated else KEPT_CONNECTIONS + MORE_CONNECTIONS
         self._free = anyio.CapacityLimiter(number)
-        self._ends: dict[int, tuple[int, bytes]] = {}  # the last events that were seen
+        self.ends: transaction.Ends = {}
         self._idle: list[PostgresConnection] = []
         self._busy: set[PostgresConnection] = set()
         self._trips = 0
@@ -577,13 +577,6 @@ class Server:
         if self._trips or self._busy:
             later = asyncio.get_running_loop().call_later
             self._watching = later(timeout_s / 8, self._watch, timeout_s)
-
-    def note_ends(self, tx: transaction.Transaction) -> None:
-        """Note the last events that a transaction saw, or appended."""
-        appended = [(experiment, *place) for experiment, place in tx.appended.items()]
-        for experiment, position, head in tx.seen + appended:
-            if head is not None and self._ends.get(experiment, (0, b""))[0] < position:
-                self._ends[experiment] = (position, bytes(head))
 
     def one_more(self) -> Server:
         """Return one more connection; its temporary tables are its own."""
@@ -660,7 +653,7 @@ class Server:
         try:
             with driver_errors(driver), cut_after(driver, self._timeout_s):
                 driver.execute(SETTINGS, (str(sqlite.BUSY_TIMEOUT_MS),))
-                rows = [(key, position, head.hex()) for key, (position, head) in self._ends.items()]
+                rows = [(key, position, head.hex()) for key, (position, head) in self.ends.items()]
                 columns = [list(map(str, column)) for column in zip(*rows, strict=True)]
                 lost = driver.execute(_LOST, columns).fetchall() if rows else []
                 if not lost:
@@ -670,13 +663,7 @@ class Server:
             raise
         driver.close()
         name, position, end = lost[0]
-        raise errors.StoreReplacedError(
-            f"{self.name}: the log of experiment {name!r} has lost its event at position "
-            f"{position}, which was acknowledged to this process; it ends at {end} now. The "
-            "server was replaced by one that lacks it (a failover, or an older backup): end "
-            "every process of the run, bring that server back, or go on from what is there by "
-            "starting them again"
-        )
+        raise transaction.event_lost(self.name, name, position, end)
 
 
 SETTINGS = (

@@ -320,6 +320,29 @@ class Transaction:
         """Notify the other processes at the commit; one of SQLite they see by themselves."""
 
 
+Ends: TypeAlias = dict[int, tuple[int, bytes]]
+"""Experiment -> (position, head) of the last event that a process saw of its log."""
+
+
+def note_ends(ends: Ends, tx: Transaction) -> None:
+    """Note the last events that a transaction saw, or appended."""
+    appended = [(experiment, *place) for experiment, place in tx.appended.items()]
+    for experiment, position, head in tx.seen + appended:
+        if head is not None and ends.get(experiment, (0, b""))[0] < position:
+            ends[experiment] = (position, bytes(head))
+
+
+def event_lost(store: str, experiment: str, position: int, end: int) -> errors.StoreReplacedError:
+    """Return the error of a store whose log ends before an event that was seen in it."""
+    return errors.StoreReplacedError(
+        f"{store}: the log of experiment {experiment!r} has lost its event at position "
+        f"{position}, which was acknowledged to this process; it ends at {end} now. The "
+        "store was replaced by one that lacks it (a failover, or an older backup): end "
+        "every process of the run, bring that store back, or go on from what is there by "
+        "starting them again"
+    )
+
+
 InTransaction: TypeAlias = Callable[Concatenate[Transaction, P], T]
 """A function ``f(tx, ...)`` of the store."""
 
