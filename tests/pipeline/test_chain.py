@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import tracemalloc
 from collections.abc import Callable
@@ -223,6 +224,26 @@ async def test_lines_of_which_the_disk_takes_a_part_are_written_to_their_end(
         nearly_full.setattr(os, "write", lambda file, text: write(file, text[:7]))
         noted.note(receipt)
     assert (tmp_path / "e0.ack").read_text().splitlines() == list(receipt.lines)
+
+
+async def test_a_full_disk_names_the_file_of_acknowledgements_and_the_remedy(
+    sqlite_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(file: int, text: bytes) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    async with open_store(sqlite_url) as store:
+        run = await store.experiment("run", config={})
+        receipt = await run.writer("e0").write([rollout("b", 0, 0, 1.0)])
+    noted = Acknowledgements(tmp_path / "e0.ack")
+    (tmp_path / "torn.ack").write_text("b/0/0/0/\tab")
+    said = r"e0\.ack: No space left on device.* stored all the same: make room"
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "write", full)
+        with pytest.raises(StoreError, match=said):
+            noted.note(receipt)
+        with pytest.raises(InvalidArgumentError, match=r"torn\.ack: No space left on device"):
+            Acknowledgements(tmp_path / "torn.ack")
 
 
 async def test_other_content_under_an_acknowledged_name_is_lost(

@@ -165,28 +165,38 @@ class Acknowledgements:
 
     def __init__(self, path: Path) -> None:
         # Its name may be an actor's, which a POSIX locale would have in ASCII.
-        path = Path(os.fsdecode(str(path).encode("utf-8", "surrogateescape")))
+        self._path = path = Path(os.fsdecode(str(path).encode("utf-8", "surrogateescape")))
         try:
             noted = path.read_bytes() if path.exists() else b""
             self._descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+            # A kill or a full disk may cut a write short. The next line must not grow out of what
+            # is left, nor may a part of a uid be taken for one.
+            torn = noted[noted.rfind(b"\n") + 1 :]
+            if b"\t" in torn:
+                os.write(self._descriptor, b"\n")
+            elif torn:
+                os.ftruncate(self._descriptor, len(noted) - len(torn))
         except OSError as error:
             raise errors.InvalidArgumentError(
                 f"acknowledgements {path}: {error.strerror}"
             ) from error
-        # A kill or a full disk may cut a write short. The next line must not grow out of what is
-        # left, nor may a part of a uid be taken for one.
-        torn = noted[noted.rfind(b"\n") + 1 :]
-        if b"\t" in torn:
-            os.write(self._descriptor, b"\n")
-        elif torn:
-            os.ftruncate(self._descriptor, len(noted) - len(torn))
 
     def note(self, receipt: WriteReceipt) -> None:
-        """Append the lines of ``receipt``, in one write call."""
+        """Append the lines of ``receipt``, in one write call.
+
+        Raises:
+            StoreError: the file takes no more.
+        """
         # One call: with O_APPEND the lines of several processes do not mix.
         text = "".join(f"{line}\n" for line in receipt.lines).encode()
-        while text:  # a disk that is nearly full takes a part of it, and then raises
-            text = text[os.write(self._descriptor, text) :]
+        try:
+            while text:  # a disk that is nearly full takes a part of it, and then raises
+                text = text[os.write(self._descriptor, text) :]
+        except OSError as error:
+            raise errors.StoreError(
+                f"acknowledgements {self._path}: {error.strerror}; what the file lacks is stored "
+                "all the same: make room, or name a file elsewhere, and start the explorer again"
+            ) from error
 
     def close(self) -> None:
         """Close the file."""
