@@ -51,6 +51,10 @@ WRONG: dict[str, tuple[tuple[str, ...], str]] = {
         ("explore", "--config", "a.txt", "seed: 3"),
         " (read as TOML; YAML ends with .yaml or .yml)\n",
     ),
+    "a key twice": (
+        ("explore", "--config", "a.yaml", "seed: 1\noptimizer: {}\nseed: 2"),
+        "a.yaml: the key 'seed' is there twice, line 3, column 1",
+    ),
     "no table": (("explore", "--config", "a.yaml", "- 1"), "a.yaml: it holds no table"),
     "no equals sign": (("train", "--set", "x"), "write it as section.key=value"),
     "a key of a value": (("train", "--set", "algorithm.x=3"), "'grpo', which has no keys"),

@@ -13,6 +13,8 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from typing_extensions import override
+
 from trinity_buffer import options
 from trinity_buffer.algorithm import ADVANTAGE_FN, ALGORITHM_TYPE, Algorithm, build
 from trinity_buffer.algorithm.algorithm import PARTS
@@ -65,8 +67,21 @@ def parsed(path: Path) -> dict[str, Any]:
 def _yaml(text: str) -> Any:
     import yaml  # noqa: PLC0415 - few configurations are YAML
 
+    class OnceOnly(yaml.SafeLoader):
+        """Refuses a key that stands twice in a table, as TOML does: the first would be lost."""
+
+        @override
+        def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
+            node = super().compose_mapping_node(anchor)
+            keys = [key.value for key, _ in node.value]
+            for place, (key, _) in enumerate(node.value):
+                if key.value in keys[:place]:
+                    problem = f"the key {key.value!r:.40} is there twice"
+                    raise yaml.MarkedYAMLError(problem=problem, problem_mark=key.start_mark)
+            return node
+
     try:
-        return yaml.safe_load(text)
+        return yaml.load(text, OnceOnly)
     except yaml.MarkedYAMLError as error:  # its text would quote the file, and a password in it
         mark = error.problem_mark
         place = "" if mark is None else f", line {mark.line + 1}, column {mark.column + 1}"
