@@ -230,6 +230,11 @@ def _require_served(args: GRPOConfig) -> None:
             f"{args.steps_per_generation}, gradient_accumulation_steps="
             f"{args.gradient_accumulation_steps}: one optimizer step must be one step of the stream"
         )
+    if args.mask_truncated_completions:
+        raise InvalidArgumentError(
+            "mask_truncated_completions=True: a step does not say which rows were cut off; let the "
+            "explorer write those with an action_mask of zeros, or a strategy reject them"
+        )
 
 
 def _stored_reward(**_: Any) -> list[float]:

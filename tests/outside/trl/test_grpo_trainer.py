@@ -295,6 +295,7 @@ def test_killed_and_resumed_each_group_is_trained_once(recorded: bytes, tmp_path
         ({"max_steps": -1, "num_train_epochs": 1}, "max_steps"),
         ({"beta": 0.1}, "beta=0.1"),
         ({"num_iterations": 2}, "one optimizer step"),
+        ({"mask_truncated_completions": True}, "mask_truncated_completions=True"),
     ],
 )
 def test_settings_that_the_store_cannot_serve_are_refused(
