@@ -22,7 +22,13 @@ from trinity_buffer.errors import TrainingError
 from trinity_buffer.events import StepsCommitted
 from trinity_buffer.pipeline.train.step import CUBLAS_WORKSPACE, differences, environment_of_run
 from trinity_buffer.trainer import determinism
-from trinity_buffer.trainer.determinism import FLASH_ATTENTION, SameBits, attention_of, same_bits
+from trinity_buffer.trainer.determinism import (
+    FLASH_ATTENTION,
+    SameBits,
+    algorithm_settings,
+    attention_of,
+    same_bits,
+)
 from trinity_buffer.trainer.parallel import Processes
 from trinity_buffer.trainer.policy import TokenScores
 
@@ -390,6 +396,7 @@ def test_a_commit_records_what_the_trainer_had(url: str, tmp_path: Path) -> None
         "ranks": 1,
         "threads": threads,
         **tb.TrainerSettings(checkpoints=tmp_path).deciding(is_own=False),
+        **algorithm_settings(build("grpo")),
     }
     assert one["processor"] == torch.backends.cpu.get_cpu_capability()
     assert one["matmul_precision"] == "highest"
@@ -489,6 +496,28 @@ def test_a_replay_with_other_settings_names_them(
     assert "step 1 was trained with" in caplog.text
 
 
+def test_a_replay_with_another_algorithm_names_the_parts_that_differ(
+    url: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    trained(url, tmp_path, policy())
+    caplog.clear()
+    settings = tb.TrainerSettings(checkpoints=tmp_path / "replayed")
+
+    def replayed(**parts: Any) -> Mapping[str, list[Any]]:
+        with tb.open_replay_stream(url, experiment="run") as stream:
+            trainer = tb.Trainer(stream, policy(), build("grpo", **parts), settings)
+            trainer.run()
+        return trainer.differences
+
+    assert replayed() == {}
+    differ = replayed(policy_loss_fn_args={"clip_range": 0.1}, kl_loss_fn="none")
+    assert differ.keys() == {"policy_loss_fn", "kl_loss_fn"}
+    assert differ["kl_loss_fn"][1] == "none"
+    assert "clip_range=0.2" in differ["policy_loss_fn"][0]
+    assert "step 1 was trained with policy_loss_fn ppo(" in caplog.text
+    assert not any(" at 0x" in str(value) for value in environments(url)[0].values())
+
+
 SGD: dict[str, Any] = {"lr": 0.1, "momentum": 0.5}
 
 
@@ -548,6 +577,7 @@ def test_a_rank_above_0_notes_what_differs_and_leaves_it_to_rank_0_to_say_so(
     trained(url, tmp_path, policy())
     with tb.open_replay_stream(url, experiment="run") as stream:
         settings = tb.TrainerSettings(checkpoints=tmp_path).deciding(is_own=False)
+        settings |= algorithm_settings(build("grpo"))
         bits = SameBits(stream, SecondOfTwo(), deterministic=True, settings=settings)
         with bits.asked():
             bits.compare(next(stream), policy())

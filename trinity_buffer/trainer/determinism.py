@@ -25,6 +25,7 @@ import torch.utils.deterministic
 from safetensors import SafetensorError
 from torch import Tensor, nn
 
+from trinity_buffer.algorithm import Algorithm
 from trinity_buffer.errors import CheckpointError, TrainingError
 from trinity_buffer.pipeline.history.replay import StepStream
 from trinity_buffer.pipeline.train import step as steps
@@ -163,6 +164,19 @@ def attention_of(policy: Any) -> str | None:
     config = getattr(model, "config", None) if isinstance(model, nn.Module) else None
     attention = getattr(config, "_attn_implementation", None)
     return None if attention is None else str(attention)
+
+
+def algorithm_settings(algorithm: Algorithm) -> dict[str, str]:
+    """Return the parts that decide the loss, each by its name and its plain arguments."""
+    settings = {"loss_agg_mode": algorithm.loss_agg_mode, "advantage_fn": "none"}
+    for part, choice in algorithm.choices.items():
+        # An address in the text of an object would differ by process.
+        plain = {n: v for n, v in choice.args.items() if isinstance(v, int | float | str | None)}
+        args = (
+            "" if choice.name == "none" else ", ".join(f"{n}={plain[n]!r}" for n in sorted(plain))
+        )
+        settings[part] = f"{choice.name}({args})" if args else choice.name
+    return {part: text for part, text in settings.items() if part != "sample_strategy"}
 
 
 def optimizer_settings(optimizer: Any, resumed_from: Mapping[str, Any]) -> dict[str, Any]:

@@ -38,7 +38,7 @@ from trinity_buffer.trainer.checkpoint import (
     random_state,
     restore_random_state,
 )
-from trinity_buffer.trainer.determinism import SameBits
+from trinity_buffer.trainer.determinism import SameBits, algorithm_settings
 from trinity_buffer.trainer.models import Number, StepMeter, StepReport
 from trinity_buffer.trainer.parallel import processes_here, whole
 from trinity_buffer.trainer.policy import Critic, Policy, Trainable
@@ -166,7 +166,8 @@ class Trainer:
             stream,
             self._processes,
             deterministic=settings.deterministic,
-            settings=settings.deciding(is_own=optimizer is not None),
+            settings=settings.deciding(is_own=optimizer is not None)
+            | algorithm_settings(algorithm),
             optimizer=optimizer,
         )
         policy = policy_of(model)
