@@ -161,6 +161,7 @@ def _of_table(row: Row) -> Iterator[Experience]:
         own = {k.removeprefix(prefix): v for k, v in tensors.items() if k.startswith(prefix)}
         if "chosen" in own:
             raise errors.InvalidExperienceError(f"a preference pair; {AS_PREFERENCES}")
+        # As Trinity-RFT reads its tables: what was set in the column counts, and NULL is no reward.
         yield _of_item(item, own, row.held.get("reward", item["reward"]))
 
 
