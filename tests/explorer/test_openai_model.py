@@ -505,6 +505,26 @@ async def test_a_server_that_was_away_is_given_the_newest_weights_when_it_is_bac
     assert vllm.version == "1"
 
 
+@pytest.mark.parametrize("dialect", ["vllm", "sglang"])
+async def test_a_push_that_is_cancelled_leaves_no_server_paused(
+    url: str, vllm: VLLM, published: PublishedPolicy, dialect: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original = vllm.model.load
+
+    def cancel_and_load(path: str) -> LocalModel:
+        anyio.from_thread.run_sync(scope.cancel, token=token)
+        return original(path)
+
+    monkeypatch.setattr(vllm.model, "load", cancel_and_load)
+    token = anyio.lowlevel.current_token()
+    async with Server(url) as server:
+        with anyio.CancelScope() as scope:
+            await push_weights(server, published, dialect=dialect, mode="keep")
+    assert scope.cancel_called
+    assert vllm.said[-1] == ("resume" if dialect == "vllm" else "continue_generation")
+    assert vllm.version == "7"
+
+
 async def test_a_server_that_could_not_load_stays_paused(
     url: str, vllm: VLLM, published: PublishedPolicy, tmp_path: Path
 ) -> None:

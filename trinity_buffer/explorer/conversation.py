@@ -73,6 +73,15 @@ def _text_of(part: Any, number: int) -> str:
     return text
 
 
+REASONING = ("reasoning", "reasoning_content")
+"""Where a message holds the reasoning; vLLM has used both names."""
+
+
+def reasoning_in(message: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the reasoning that a server took out of the text of a message, by its key."""
+    return {key: message[key] for key in REASONING if message.get(key)}
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Completion:
     """What a model said once, in its own tokens.

@@ -10,12 +10,13 @@ import hashlib
 import json
 import logging
 import time
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property, partial
 from pathlib import Path
 from typing import Any, Literal, NoReturn, Self, get_args
 
+import anyio
 import anyio.to_thread
 
 from trinity_buffer.algorithm.arguments import one_of, require
@@ -25,13 +26,12 @@ from trinity_buffer.explorer.conversation import Completion, Messages, Tools, un
 from trinity_buffer.explorer.explore import use_newest
 from trinity_buffer.explorer.local_model import load_tokenizer, prompt_ids
 from trinity_buffer.lazy import extra
+from trinity_buffer.pipeline.coordination.waiting import task_group
 from trinity_buffer.pipeline.store import Experiment, PublishedPolicy
 from trinity_buffer.pipeline.train.checkpoint import being_read, require_digest
 from trinity_buffer.sampling import NEUTRAL, not_neutral
 
 _LOG = logging.getLogger(__name__)
-
-NOT_FOUND = 404
 
 ASK_AGAIN_S = 10.0
 """So long a server that does not name its weights is not asked for them again."""
@@ -94,7 +94,7 @@ class Server:
         """
         # Servers differ in their control endpoints: one that is not there is an answer.
         answer = await self._sent("GET", path)
-        return None if answer.status_code == NOT_FOUND else _answer_of(answer)
+        return None if answer.status_code == 404 else _answer_of(answer)
 
     async def _sent(self, method: str, path: str, body: Any = None, **query: str) -> Any:
         url = f"{self.root}{path}"
@@ -311,9 +311,6 @@ ALLOWED: dict[str, tuple[Any, ...]] = {
 }
 """Keys that may have these values; any other would restrict what is sampled, or choose from it."""
 
-REASONING = ("reasoning", "reasoning_content")
-"""Where a message holds the reasoning; vLLM has used both names."""
-
 LEAVE_OUT = "pass require_ids=False if nothing of this shall be trained"
 """What one may do in Python about what cannot be trained."""
 
@@ -330,14 +327,9 @@ def completion_of(answer: Mapping[str, Any], choice: Mapping[str, Any]) -> Compl
         logprobs=None if sampled is None else list(map(float, sampled)),
         text=message.get("content") or choice.get("text") or "",
         tool_calls=message.get("tool_calls") or (),
-        reasoning=reasoning_in(message),
+        reasoning=conversation.reasoning_in(message),
         finish_reason=choice.get("finish_reason"),
     )
-
-
-def reasoning_in(message: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the reasoning that a server took out of the text of a message, by its key."""
-    return {key: message[key] for key in REASONING if message.get(key)}
 
 
 def generated(answer: Mapping[str, Any], prompt: Sequence[int], before: str | None) -> Completion:
@@ -656,7 +648,8 @@ async def push_weights(
     """Have ``server`` load the weights of ``policy`` and call them by its version.
 
     The server reads the folder itself, so it must see the same path. One that fails on the way, or
-    names other weights, is not resumed: nothing is sampled from unknown weights.
+    names other weights, is not resumed: nothing is sampled from unknown weights. Cancelled, it ends
+    what it has begun.
 
     Args:
         mode: what becomes of requests under way: ``"wait"`` lets them end, ``"abort"`` ends them,
@@ -672,7 +665,8 @@ async def push_weights(
             await anyio.to_thread.run_sync(require_digest, path, policy.digest)
         try:
             into = _into_sglang if dialect == "sglang" else _into_vllm
-            await into(server, str(path), version, mode)
+            async with task_group() as group:  # a task of its own: Ctrl-C heeds no shield here
+                group.start_soon(_uncancelled, into, server, str(path), version, mode)
         except InferenceServerError as error:
             raise InferenceServerError(
                 f"{error} (while it took policy {version}; if it was paused it stays so until "
@@ -680,6 +674,12 @@ async def push_weights(
             ) from error
     checksum = None if dialect == "sglang" else await server.weight_checksum()
     return PushReport(server.root, policy.version, checksum)
+
+
+async def _uncancelled(push: Callable[..., Awaitable[None]], *arguments: Any) -> None:
+    # Given up half-way, the server would stay paused, and all that ask it would wait.
+    with anyio.CancelScope(shield=True):
+        await push(*arguments)
 
 
 async def _into_vllm(server: Server, path: str, version: str, mode: PauseMode) -> None:

@@ -26,7 +26,7 @@ from starlette.routing import Route
 
 from trinity_buffer.errors import InvalidArgumentError, TrinityBufferError
 from trinity_buffer.explorer import server
-from trinity_buffer.explorer.conversation import Completion, understanding
+from trinity_buffer.explorer.conversation import Completion, reasoning_in, understanding
 from trinity_buffer.pipeline.coordination.waiting import task_group
 from trinity_buffer.recorder.guard import refusal, status_of
 from trinity_buffer.recorder.recording import Recording, Rollout, Turn
@@ -197,7 +197,7 @@ class StreamedAnswer:
             choice = self._choices.setdefault(index, empty)
             choice["token_ids"] += part.get("token_ids") or []
             content = part.get("text") or delta.get("content") or ""
-            for key, text in {"content": content, **server.reasoning_in(delta)}.items():
+            for key, text in {"content": content, **reasoning_in(delta)}.items():
                 choice["message"][key] = choice["message"].get(key, "") + text
             # Servers send the log-probs of each chunk; the answer has them joined.
             for key, values in (part.get("logprobs") or {}).items():

@@ -22,8 +22,13 @@ from typing_extensions import override
 
 from trinity_buffer import errors
 from trinity_buffer.experience import Experience
-from trinity_buffer.explorer.conversation import Completion, as_texts, experience_of, stretches_of
-from trinity_buffer.explorer.server import reasoning_in
+from trinity_buffer.explorer.conversation import (
+    Completion,
+    as_texts,
+    experience_of,
+    reasoning_in,
+    stretches_of,
+)
 from trinity_buffer.identity import EID, TURNS, require_name
 from trinity_buffer.pipeline.coordination.waiting import one_line
 from trinity_buffer.pipeline.store import Experiment, Store
