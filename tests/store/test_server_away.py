@@ -69,9 +69,10 @@ class Said(logging.Handler):
 
 
 @pytest.fixture
-def own() -> Iterator[Own]:
+def own(request: pytest.FixtureRequest) -> Iterator[Own]:
+    """A server that is not durable, unless the test has another one for parameter."""
     with ThreadPoolExecutor(1) as thread:
-        server = PostgresServer(durable=False)
+        server = PostgresServer(durable=getattr(request, "param", False))
         thread.submit(server.start).result()
         yield Own(server, thread)
         thread.submit(server.close).result()
@@ -334,6 +335,22 @@ async def test_where_a_failover_lost_the_tail_everybody_ends_and_names_the_posit
         with pytest.raises(StoreReplacedError, match=r"at position \d+.* it ends at 2 now"):
             await experiment.writer("e0").write(group(task=2))
     assert sorted(ended) == ["_annotates", "_follows", "_trains"]
+
+
+@pytest.mark.parametrize("own", [True], indirect=True)  # whose log is one of a standby too
+async def test_a_standby_that_takes_the_place_of_its_server_is_waited_for(own: Own) -> None:
+    url, tries = own.server.create_database("run"), Said("hot standby mode")
+    async with opened(url) as experiment, anyio.create_task_group() as tasks:
+        await experiment.writer("e0").write(group(task=0))
+        (own.server.data_dir / "standby.signal").touch()
+        await own.restarts()
+
+        async def promote() -> None:
+            await tries.event.wait()
+            await own.does(lambda: own.server.execute("SELECT pg_promote()"))
+
+        tasks.start_soon(promote)
+        assert (await experiment.writer("e0").write(group(task=1))).written == 4
 
 
 async def test_the_first_host_that_is_there_is_taken(postgres_store_url: str) -> None:

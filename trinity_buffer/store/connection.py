@@ -476,8 +476,9 @@ class Database:
         files.check(note=True)
 
     async def _open_server(self, stack: AsyncExitStack) -> None:
-        address, several = self.url, isinstance(self.url.query.get("host"), tuple)
-        if several and not self.read_only and "target_session_attrs" not in address.query:
+        address = self.url
+        # One of several hosts, or one whose place a standby takes that is not promoted yet.
+        if not self.read_only and "target_session_attrs" not in address.query:
             address = address.update_query_dict({"target_session_attrs": "primary"})
         is_timed = not self._any_revision  # a migration takes as long as it takes
         self.connections = server = Server(address, self.name, self._outage, is_timed=is_timed)

@@ -116,7 +116,8 @@ def connect(url: URL) -> psycopg.Connection[Any]:
     except library.OperationalError as error:
         if _NEVER.search(str(error)):
             raise errors.StoreError(f"the server refuses the connection: {_line(error)}") from error
-        raise ConnectionError(_line(error)) from error
+        hint = " (which can be opened read-only)" if "hot standby mode" in str(error) else ""
+        raise ConnectionError(f"{_line(error)}{hint}") from error
     # One type for all: by the size of a number psycopg would prepare a statement anew.
     driver.adapters.register_dumper(int, types.numeric.Int8BinaryDumper)
     # Registered last, it serves COPY: else what DB-API calls Binary does, in Python.
