@@ -459,6 +459,7 @@ class Editing(GRPOAddStrategy):
     """Changes one field of each row; it counts runs, and one row takes the reward of its run."""
 
     field: ClassVar[str] = ""
+    by_numpy: ClassVar[bool] = False
     families: ClassVar[tuple[str, ...]] = ("light", "tokens")
 
     @override
@@ -470,15 +471,23 @@ class Editing(GRPOAddStrategy):
                 assert one.reward is not None
                 one.reward -= 0.5
             elif self.field:
-                getattr(one, self.field).add_(1)
+                edited = getattr(one, self.field)
+                edited = edited.numpy() if self.by_numpy else edited
+                edited += 1
         return super().calculate_group_advantage(group_id, exps)
 
 
+@pytest.mark.parametrize("by_numpy", [False, True])
 @pytest.mark.parametrize("field", ["", "logprobs", "tokens", "reward"])
 async def test_a_field_that_is_changed_without_effect_is_warned_of(
-    sqlite_url: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, field: str
+    sqlite_url: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    field: str,
+    by_numpy: bool,
 ) -> None:
     monkeypatch.setattr(Editing, "field", field)
+    monkeypatch.setattr(Editing, "by_numpy", by_numpy)
     first, *others = group(task=0, runs=2)
     turn = copy_experience(first, task=0, suffix="")
     turn.eid, turn.info = replace(first.eid, step=1), {}

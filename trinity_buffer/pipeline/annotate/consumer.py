@@ -505,7 +505,7 @@ class StrategyConsumer:
         decision, shown = self._begin(units)
         wanted = [a for unit in shown for group in unit for a in group.members]
         rows = await database.read(self._rows, wanted)
-        seen: dict[int, dict[str, tuple[Any, int]]] = {}
+        seen: dict[int, dict[str, Any]] = {}
         # Light rows are small, so one load can cover a whole commit.
         light = self._families == ("light",)
         most = sizes.experiences_per_commit if light else sizes.experiences_per_load

@@ -32,7 +32,7 @@ from trinity_buffer.experience import Experience
 from trinity_buffer.identity import storable
 from trinity_buffer.options import GroupingRules, renamed
 from trinity_buffer.pipeline.annotate.grouping import Group
-from trinity_buffer.pipeline.encoding import edits_of, encode_annotations
+from trinity_buffer.pipeline.encoding import encode_annotations
 from trinity_buffer.pipeline.handle import as_json
 from trinity_buffer.store.rows import MAX_ROWS_PER_EVENT, SLOT_BITS, ExperienceRow
 from trinity_buffer.store.segments import SegmentRow, SegmentStore, new_key
@@ -185,7 +185,7 @@ class Decision:
     def take(
         self,
         staged: StagedWriter,
-        shown: Mapping[int, Mapping[str, tuple[Any, int]]],
+        shown: Mapping[int, Mapping[str, Any]],
         rows: Mapping[int, ExperienceRow],
     ) -> None:
         """Empty ``staged``, and decide what the strategy wrote to it. Encodes.
@@ -228,7 +228,7 @@ class Decision:
                 before = shown[experience.address or 0]
                 self.changed |= _changed(before, experience)
                 # Advantages are decoded beside the stored mask, so they are encoded by it as well.
-                experience.action_mask, _ = before["action_mask"]
+                experience.action_mask = before["action_mask"]
                 groups.setdefault(experience.eid.tid, []).append(experience)  # a copy's is another
         annotated = [experience for group in groups.values() for experience in group]
         self.experiences = [experience.address or 0 for experience in annotated]
@@ -325,32 +325,29 @@ class Decision:
         return made, segment_rows
 
 
-def fields_of(experience: Experience, over: Over) -> dict[str, tuple[Any, int]]:
-    """Return the fields that a strategy changes without effect; of the mask, a copy.
+def fields_of(experience: Experience, over: Over) -> dict[str, Any]:
+    """Return copies of the fields that a strategy changes without effect.
 
-    What it sets is stored of the fields in `ANNOTATED` alone.
-
-    With each value comes how often it was changed in place so far. Over runs, a row without a
-    reward takes that of its run.
+    What it sets is stored of the fields in `ANNOTATED` alone. Over runs, a row without a reward
+    takes that of its run.
     """
     read = experience.__dict__.get
     fields = {name: read(name) for name in ("action_mask", "logprobs", "tokens", "reward")}
     if over == "runs" and fields["reward"] is None:
         del fields["reward"]
-    if (mask := fields["action_mask"]) is not None:
-        fields["action_mask"] = mask.clone()
-    return {name: (value, edits_of(value)) for name, value in fields.items()}
+    # Torch counts the edits of a tensor, but none of those that are made through numpy().
+    return {n: value.clone() if isinstance(value, Tensor) else value for n, value in fields.items()}
 
 
-def _changed(before: Mapping[str, tuple[Any, int]], experience: Experience) -> set[str]:
+def _changed(before: Mapping[str, Any], experience: Experience) -> set[str]:
     """Return which of `fields_of` are no longer what they were."""
     changed = set[str]()
-    for name, (value, edits) in before.items():
+    for name, value in before.items():
         after = experience.__dict__.get(name)
-        same: Any = after is value and edits_of(after) == edits
-        if isinstance(after, Tensor) and isinstance(value, Tensor) and after is not value:
-            same = after.shape == value.shape and (after.cpu() == value).all()
-        if not (same or (name == "reward" and after == value)):
+        same = after is value or (name == "reward" and after == value)
+        if isinstance(after, Tensor) and isinstance(value, Tensor):
+            same = after.shape == value.shape and bool((after.cpu() == value).all())
+        if not same:
             changed.add(name)
     return changed
 
