@@ -14,13 +14,20 @@ import anyio
 import anyio.to_thread
 import psycopg
 import pytest
+from sqlalchemy.exc import DBAPIError
 
 from tests.contract.making import group, kinds, opened
 from tests.handles import Transaction
 from tests.postgres import PostgresServer
 from trinity_buffer import open_store, run_strategy, verify
-from trinity_buffer.errors import StoreBusyError, StoreError, UnsafeStoreError
-from trinity_buffer.store import log, postgres, sqlite
+from trinity_buffer.errors import (
+    InvalidArgumentError,
+    ReadOnlyStoreError,
+    StoreBusyError,
+    StoreError,
+    UnsafeStoreError,
+)
+from trinity_buffer.store import log, postgres, sqlite, transaction
 
 
 @pytest.fixture
@@ -55,6 +62,16 @@ async def test_a_database_may_have_any_isolation_level_by_default(
             assert report.problems == ()
     finally:
         postgres_server.execute("ALTER ROLE postgres RESET default_transaction_isolation")
+
+
+async def test_a_database_may_read_backslashes_as_it_likes(
+    postgres_server: PostgresServer, own: str
+) -> None:
+    postgres_server.execute(f"ALTER DATABASE {own} SET standard_conforming_strings = off")
+    async with opened(postgres_server.url(own), rollouts_per_group=4) as experiment:
+        await experiment.writer("e0").write(group())
+        await experiment.writer("e0").write(group())  # whose digests are compared
+        assert [e.damaged async for e in experiment.read()] == [None] * 4
 
 
 @pytest.mark.parametrize(
@@ -217,6 +234,23 @@ async def test_a_connection_that_ends_while_it_is_made_is_told_as_broken(
     with pytest.raises(StoreError, match="connection"):
         async with open_store(postgres_url):
             pass
+
+
+@pytest.mark.parametrize(
+    ("said", "kind", "words"),
+    [
+        ("LockNotAvailable", StoreBusyError, "another process held the database"),
+        ("DiskFull", StoreError, "the disk is full; nothing"),
+        ("ReadOnlySqlTransaction", ReadOnlyStoreError, "cannot be written"),
+        ("NumericValueOutOfRange", InvalidArgumentError, "larger than a store can hold"),
+    ],
+)
+def test_what_a_server_says_in_another_language_is_understood(
+    said: str, kind: type[Exception], words: str
+) -> None:
+    error = getattr(psycopg.errors, said)("FEHLER:  das geht nicht")
+    with pytest.raises(kind, match=words), transaction.foreign_errors("store"):
+        raise DBAPIError("FEHLER:  das geht nicht", None, error)
 
 
 @pytest.mark.parametrize("encoding", ["LATIN1", "SQL_ASCII"])

@@ -676,6 +676,8 @@ SETTINGS = (
     ", set_config('tcp_keepalives_interval', '5', false)"
     ", set_config('tcp_keepalives_count', '4', false)"
     ", set_config('idle_in_transaction_session_timeout', '20s', false)"
+    # Else libpq doubles the backslashes of bytes in a list, as in a literal: none would be found.
+    ", set_config('standard_conforming_strings', 'on', false)"
     " FROM current_setting('synchronous_commit') AS found, current_setting('lock_timeout') AS waits"
 )
 """Settings of each new connection; ``$1``: its timeout of locks in milliseconds."""

@@ -92,7 +92,8 @@ def _translate(error: Exception, name: str) -> Exception:
     cause = " ".join(str(getattr(error, "orig", error)).split())
     if isinstance(error, (IntegrityError, dbapi2.IntegrityError)):
         return TakenKeyError(f"{name}: {cause}")
-    lowered = cause.lower()
+    state = str(getattr(getattr(error, "orig", None), "sqlstate", None))
+    lowered = f"{cause} {_STATES.get(state, '')}".rstrip().lower()
     if lowered.endswith("integer out of range"):
         return errors.InvalidArgumentError(f"{name}: {_TOO_LARGE} ({cause})")
     for words, kind, what in _MEANINGS:
@@ -100,6 +101,14 @@ def _translate(error: Exception, name: str) -> Exception:
             return kind(what.format(name=name, cause=cause, busy_s=sqlite.BUSY_TIMEOUT_MS // 1000))
     return errors.StoreError(f"{name}: {cause}")
 
+
+_STATES = {
+    "22003": "integer out of range",
+    "25006": "read-only transaction",
+    "53100": "disk full",
+    "55P03": "due to lock timeout",
+}
+"""SQLSTATE -> words that stand for it below: a server may speak another language."""
 
 _TOO_LARGE = "a number is larger than a store can hold"
 _MEANINGS: tuple[tuple[tuple[str, ...], type[errors.StoreError], str], ...] = (
