@@ -169,6 +169,27 @@ async def test_a_turn_goes_to_another_run_only_where_one_request_made_both(
     assert went == ["t/0", "u/4", "t/0", "u/0", "u/4"]
 
 
+async def test_a_turn_that_is_asked_for_again_goes_on_with_its_own_run(
+    store_url: str, upstream: str, scripted: Scripted
+) -> None:
+    """A client does so whose answer was lost, or who could not read it."""
+    calls = [
+        {"id": "c", "type": "function", "function": {"name": "go", "arguments": arguments}}
+        for arguments in ('{"by": 1.0}', '{"by":1}')  # as JavaScript writes it anew
+    ]
+    first, anew = ({"role": "assistant", "content": "", "tool_calls": [call]} for call in calls)
+    goes_on = [*HELLO, first, *HELLO]
+    scripted.answer = whole(choice("No."), choice(index=1, message=first))
+    async with recording(store_url, upstream) as url:
+        await chat(url, "t/0", n=2)
+        scripted.answer = whole(choice("{"))
+        went = [await chat(url, "t/0", messages=goes_on)]
+    goes_on = [*HELLO, anew, *HELLO]
+    async with recording(store_url, upstream) as url:  # and of one that knows it from the store
+        went += [await chat(url, "t/0", messages=goes_on) for _ in range(2)]
+    assert [answer.headers["x-trinity-rollout"][9:] for answer in went] == ["t/1"] * 3
+
+
 @pytest.mark.parametrize(
     "chunks",
     [

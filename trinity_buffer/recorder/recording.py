@@ -13,6 +13,7 @@ import logging
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
+from hashlib import sha256
 from itertools import accumulate
 from typing import Any, NamedTuple, Self
 
@@ -93,14 +94,14 @@ class _Open:
 
     Attributes:
         count: turns that are stored.
-        last: what the model said last.
+        answers: what the model said in them; see `_answer`.
         choices: runs that one request began with it.
         lost: why a turn that was answered is not stored.
         turn: held while a turn is added, or the rollout is closed.
     """
 
     count: int = 0
-    last: Mapping[str, Any] | None = None
+    answers: list[bytes] = field(default_factory=list)
     is_closed: bool = False
     choices: int = 1
     lost: errors.TrinityBufferError | None = None
@@ -175,7 +176,7 @@ class Recording:
                 return
             for state, turn in zip(opened, turns, strict=True):
                 state.count += 1
-                state.last = dict(turn.completion.message())  # without its tokens
+                state.answers.append(_answer(turn.completion.message()))
 
     async def require_open(self, rollout: Rollout, choices: Any = 1) -> None:
         """Raise unless ``rollout``, and of several choices each run from its run on, takes a turn.
@@ -214,21 +215,24 @@ class Recording:
     async def continued(self, rollout: Rollout, messages: Sequence[Mapping[str, Any]]) -> Rollout:
         """Return which of the choices that began at ``rollout`` the ``messages`` go on with.
 
-        Only runs that one request made are looked at: also one to a recorder before this one.
+        Only runs that one request made are looked at: also one to a recorder before this one. Where
+        none said the last answer last, as when a client asks again, one that has said it goes on.
         """
-        answers = [message for message in messages if message.get("role") == "assistant"]
-        run_of, end = rollout, rollout.run + 1
+        last = [message for message in messages if message.get("role") == "assistant"][-1:]
+        answers = [_answer(message) for message in last]
+        run_of, end, earlier = rollout, rollout.run + 1, []
         while answers and run_of.run < end:
             state = await self._of(run_of)
             end = max(end, run_of.run + state.choices)
             if end == rollout.run + 1:
                 break
             async with state.turn:  # what has left already may not be stored yet
-                last = state.last
-            if last is not None and _answer(last) == _answer(answers[-1]):
+                said = state.answers
+            if said[-1:] == answers:
                 return run_of
+            earlier += [run_of] if answers[0] in said else []
             run_of = run_of._replace(run=run_of.run + 1)
-        return rollout
+        return earlier[0] if earlier else rollout
 
     async def close(self, rollout: Rollout, reward: float | None) -> WriteReceipt:
         """Store what can be trained of ``rollout``, with its reward; on return it is durable.
@@ -283,8 +287,8 @@ class Recording:
         if state is None:
             turns, is_closed = await self._stored_turns(rollout), await self._is_closed(rollout)
             choices = max((turn.choices for turn in turns), default=1)
-            last = dict(turns[-1].completion.message()) if turns else None
-            known = _Open(len(turns), last, is_closed, choices)
+            answers = [_answer(turn.completion.message()) for turn in turns]
+            known = _Open(len(turns), answers, is_closed, choices)
             # Another request may have read it while this one waited for the store.
             state = self._open.pop(rollout, None) or known
         self._open[rollout] = state  # the one used last is the last
@@ -344,19 +348,20 @@ def _turn_of(stored: Experience) -> Turn:
     )
 
 
-def _answer(message: Mapping[str, Any]) -> tuple[str, list[tuple[Any, ...]]]:
-    """Return the text and the tool calls of a message, by which an answer is known again."""
+def _answer(message: Mapping[str, Any]) -> bytes:
+    """Return a digest of the text and the tool calls of a message: an answer is known by it."""
     text = as_texts([message])[0].get("content") or ""
-    return text.strip(), [  # clients send it in parts, or without its blanks
+    calls = [
         (call.get("id"), function.get("name"), _parsed(function.get("arguments")))
         for call in message.get("tool_calls") or ()
         for function in [call.get("function") or {}]
-    ]
+    ]  # clients send it in parts, or without its blanks
+    return sha256(json.dumps([text.strip(), calls], sort_keys=True).encode()).digest()
 
 
 def _parsed(arguments: Any) -> Any:
     """Return the arguments of a tool call as JSON, which a client may have written anew."""
     try:
-        return json.loads(arguments)
+        return json.loads(arguments, parse_int=float)  # JavaScript writes 1 for 1.0
     except (TypeError, ValueError):
         return arguments
