@@ -256,7 +256,7 @@ class Algorithm:
             weights, metrics = self.correction(*log_probs, layout=layout)
             corrected = {**batch, "advantages": needed(batch, "advantages", reader) * weights}
         require_recorded(batch, reader, reader.select_keys)
-        tensors = {key: needed(corrected, key, reader) for key in reader.select_keys}
+        tensors = _read_by(reader, corrected, entropy)
         if logprob.requires_grad:
             own = logprob.view_as(logprob)  # a node of its own: its gradient is this term's alone
             if weigh is not None:
@@ -330,6 +330,12 @@ def warn_of_copy() -> None:
         "divides by the tokens and rows of this micro-batch: of several in a step, the gradients "
         "then add up to a multiple of the step's; give layout=microbatch.layout"
     )
+
+
+def _read_by(loss: PolicyLossFn, batch: Mapping[str, Any], entropy: Tensor | None) -> Arguments:
+    """Return the tensors that a loss names; the entropy is ``entropy``, which has a gradient."""
+    own = {} if entropy is None else {"entropy": entropy}
+    return {key: own[key] if key in own else needed(batch, key, loss) for key in loss.select_keys}
 
 
 def _loss_and_metrics(loss: PolicyLossFn, answer: Any) -> Sequence[Any]:

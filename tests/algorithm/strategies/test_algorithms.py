@@ -169,6 +169,28 @@ def test_the_loss_is_policy_minus_entropy_plus_divergence() -> None:
     assert metrics["actor/kl_loss"] > 0
 
 
+class Bonus(PolicyLossFn):
+    """Wants to be uncertain."""
+
+    @override
+    def __call__(self, logprob: Tensor, entropy: Tensor, *, layout: Any = None) -> Any:
+        """Return the sums."""
+        return -logprob.sum() - 3.0 * entropy.sum(), {}
+
+
+def test_the_entropy_that_a_loss_names_is_the_one_that_has_a_gradient() -> None:
+    """That of the micro-batch is of the policy before the step, for advantage functions."""
+    algorithm = build("sft", policy_loss_fn=Bonus)
+    batch, logprob = microbatch(), microbatch()["old_logprob"].requires_grad_()
+    entropy = torch.ones(4, 5, requires_grad=True)
+    batch["entropy"] = entropy.detach()
+    loss, _ = algorithm.loss(logprob, batch, entropy=entropy)
+    loss.backward()
+    assert entropy.grad is not None
+    assert entropy.grad.unique().tolist() == [-3.0]
+    assert torch.equal(algorithm.loss(logprob, batch)[0], loss)
+
+
 class Early(PolicyLossFn):
     """Has nothing to compute where nothing is acted."""
 
