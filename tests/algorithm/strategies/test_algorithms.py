@@ -14,6 +14,7 @@ from trinity_buffer.algorithm import (
     BatchLayout,
     GRPOAddStrategy,
     PolicyLossFn,
+    aggregate_loss,
     build,
     effective_args,
 )
@@ -215,6 +216,31 @@ def test_a_loss_without_denominators_is_told_how_to_take_them() -> None:
     algorithm = build("grpo", policy_loss_fn=Own, kl_loss_fn="none", entropy_loss_fn="none")
     with pytest.raises(TypeError, match=r"Own takes no layout: .*layout=None.*aggregate_loss"):
         algorithm.loss(microbatch()["old_logprob"], microbatch())
+
+
+class OfTrinity(PolicyLossFn):
+    """As the losses of Trinity-RFT are written."""
+
+    @override
+    def __call__(self, logprob: Tensor, action_mask: Tensor, **kwargs: Any) -> Any:
+        """Return the mean of what it is given."""
+        return aggregate_loss(-logprob, action_mask), {}
+
+
+def test_a_loss_of_keywords_is_warned_of_if_it_is_given_a_part_of_a_step(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    algorithm = build("sft", policy_loss_fn=OfTrinity)
+    batch, logprob = microbatch(), microbatch()["old_logprob"]
+    layout = BatchLayout.of_step(batch["action_mask"])
+    algorithm.loss(logprob, batch, layout=layout)
+    assert not caplog.messages
+    part = {name: tensor[:2] for name, tensor in batch.items()}
+    for _ in range(2):
+        algorithm.loss(logprob[:2], part, layout=layout)
+    (message,) = caplog.messages
+    assert message.startswith("OfTrinity takes **kwargs, names no layout")
+    assert "add `layout=None` to its parameters" in message
 
 
 def test_a_dict_of_a_micro_batch_tells_of_rows_without_log_probs() -> None:

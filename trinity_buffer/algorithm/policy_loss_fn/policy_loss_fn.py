@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import functools
 import inspect
+import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor
 from typing_extensions import override
 
@@ -18,6 +20,8 @@ from trinity_buffer.algorithm.arguments import Configured, Registry, did_you_mea
 from trinity_buffer.algorithm.functional import Metrics, Tokens
 from trinity_buffer.algorithm.layout import BatchLayout
 from trinity_buffer.errors import UnknownNameError
+
+_logger = logging.getLogger(__name__)
 
 LossAndMetrics = tuple[Tensor, Metrics]
 """The loss, shape ``[]``, and what to log about it: detached tensors of shape ``[]``."""
@@ -168,11 +172,29 @@ def _with_backend_names(
                 raise TypeError(
                     f"{owner} needs the tensor {theirs.get(name, name)!r}, it was not given"
                 )
+        layout = by_our_name.get("layout")
         if not open_ended:
             by_our_name = {name: value for name, value in by_our_name.items() if name in accepted}
+        elif layout is not None and "layout" not in accepted and not torch.compiler.is_compiling():
+            limits, logprob = layout.cu_seqlens, [*args, by_our_name.get("logprob")][0]
+            rows = len(logprob) if limits is None else len(limits) - 1
+            if rows != layout.total.sequences:
+                _warn_of_part(owner)
         return call(self, *args, **by_our_name)
 
     return translated
+
+
+@functools.cache
+def _warn_of_part(loss: str) -> None:
+    """Say, once for each loss, that it may divide by the counts of a part of a step."""
+    _logger.warning(
+        "%s takes **kwargs, names no layout among its parameters, and is given a part of a step: "
+        "unless it hands kwargs['layout'] on to aggregate_loss(), it divides by the tokens and "
+        "rows of this part, and the gradients of all parts add up to a multiple of the step's; add "
+        "`layout=None` to its parameters, and hand it on",
+        loss,
+    )
 
 
 @dataclass(eq=False)
