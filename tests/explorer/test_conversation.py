@@ -9,7 +9,7 @@ import pytest
 
 import trinity_buffer as tb
 from trinity_buffer.errors import InvalidArgumentError
-from trinity_buffer.explorer.conversation import _tell_of_a_split, as_texts
+from trinity_buffer.explorer.conversation import as_texts, warn_once
 
 QUESTION = {"role": "user", "content": "how many?"}
 CALL = {"id": "c1", "type": "function", "function": {"name": "count", "arguments": "{}"}}
@@ -118,7 +118,7 @@ def test_a_prompt_that_does_not_continue_begins_another_experience(prompt: list[
 def test_the_first_run_that_becomes_several_experiences_is_told_of(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    _tell_of_a_split.cache_clear()
+    warn_once.cache_clear()
     for _ in range(2):
         talk = tb.Conversation([QUESTION])
         talk.said(turn([1, 2], [3, 4]))

@@ -23,7 +23,7 @@ from tests.explorer.chat_templates import (
 )
 from tests.explorer.vllm_dialect import VLLM, served
 from trinity_buffer.errors import InvalidArgumentError
-from trinity_buffer.explorer.conversation import rendered, tool_calls_in, warn_of_unseen_tools
+from trinity_buffer.explorer.conversation import rendered, tool_calls_in, warn_once
 from trinity_buffer.explorer.local_model import LocalModel
 from trinity_buffer.explorer.server import OpenAIModel
 
@@ -354,7 +354,7 @@ async def test_messages_that_know_their_tokens_are_stored_as_they_are(store_url:
 async def test_a_template_that_writes_no_tools_is_warned_of_once(
     writes_tools: bool, warnings: int, caplog: pytest.LogCaptureFixture
 ) -> None:
-    warn_of_unseen_tools.cache_clear()
+    warn_once.cache_clear()
     form = QWEN if writes_tools else QWEN._replace(template=QWEN.template.partition("endif %}")[2])
     await calculated(scripted(form))
     assert caplog.text.count("the chat template writes no tools") == warnings

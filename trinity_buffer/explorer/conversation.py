@@ -280,7 +280,12 @@ def stretches_of(turns: Sequence[Completion]) -> list[list[Completion]]:
             tokens = []
         tokens += [*turn.prompt_ids[len(tokens) :], *turn.token_ids]
     if len(stretches) > 1:
-        _tell_of_a_split()
+        warn_once(
+            "the prompt of a turn does not begin with all tokens before it: its run becomes "
+            "several experiences, and so will others. Unless your turns rewrite the past on "
+            "purpose, the chat template drops something, or the tokenizer makes other tokens of "
+            "what the model said"
+        )
     return stretches
 
 
@@ -324,30 +329,22 @@ def _origin(turns: Sequence[Completion]) -> dict[str, Any]:
         info["weight_versions"] = versions
         unnumbered = [version for version in versions if not version.isdecimal()]
         if unnumbered:
-            _warn_of_a_name(unnumbered[0])
+            warn_once(
+                "a server calls its weights %r, which is no number: what they say has no policy "
+                "version, and never counts as stale. `trinity-buffer sync-weights` has it load "
+                "what the trainer publishes, and number it",
+                unnumbered[0],
+            )
         else:
             info["model_version"] = min(map(int, versions))
         info["weight_segments"] = [turn.weight_segment() for turn in turns]
     return info
 
 
-@cache  # once for a name
-def _warn_of_a_name(version: str) -> None:
-    _LOG.warning(
-        "a server calls its weights %r, which is no number: what they say has no policy version, "
-        "and never counts as stale. `trinity-buffer sync-weights` has it load what the trainer "
-        "publishes, and number it",
-        version,
-    )
-
-
-@cache  # once in a process
-def _tell_of_a_split() -> None:
-    _LOG.warning(
-        "the prompt of a turn does not begin with all tokens before it: its run becomes several "
-        "experiences, and so will others. Unless your turns rewrite the past on purpose, the chat "
-        "template drops something, or the tokenizer makes other tokens of what the model said"
-    )
+@cache
+def warn_once(message: str, *arguments: str) -> None:
+    """Warn, once in a process of the same."""
+    _LOG.warning(message, *arguments)
 
 
 _ID_LETTERS = 9
@@ -597,7 +594,11 @@ class ChatFormat:
             self._has_compared_tools = True  # they are written always, or never
             with suppress(InvalidArgumentError):  # it writes such a conversation only with tools
                 if rendered(self._tokenizer, messages) == text:
-                    warn_of_unseen_tools()
+                    warn_once(
+                        "the chat template writes no tools: the model sees none of those that it "
+                        "is given (tools=). Take a template that writes them, or describe them in "
+                        "a message"
+                    )
         try:
             ids = self._continued(text, messages, tools)
         except InvalidArgumentError:  # a template that writes only conversations that end otherwise
@@ -686,15 +687,6 @@ class ChatFormat:
         """The special tokens, which a text does not show, and how they are written."""
         added = self._tokenizer.added_tokens_decoder.items()
         return {token: str(text) for token, text in added if text.special}
-
-
-@cache  # once in a process
-def warn_of_unseen_tools() -> None:
-    """Warn, once in a process, of a chat template that writes no tools."""
-    _LOG.warning(
-        "the chat template writes no tools: the model sees none of those that it is given "
-        "(tools=). Take a template that writes them, or describe them in a message"
-    )
 
 
 def decoded(tokenizer: Any, ids: Sequence[int], *, skip_special_tokens: bool) -> str:

@@ -12,7 +12,7 @@ import logging
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache, cached_property, partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Literal, NoReturn, Self, get_args
 
@@ -180,7 +180,6 @@ class ServedWeights:
     def __init__(self, server: Server) -> None:
         self._server = server
         self._checksums: dict[str, str | None] = {}
-        self._has_warned = False
         self._silent_until = 0.0
 
     async def now(self) -> str | None:
@@ -199,14 +198,12 @@ class ServedWeights:
             version = None
         if version is None:
             self._silent_until = time.monotonic() + ASK_AGAIN_S
-            if not self._has_warned:
-                self._has_warned = True
-                _LOG.warning(
-                    "%s does not say which weights it answers with (/weight_info; vLLM does with "
-                    "VLLM_SERVER_DEV_MODE=1): recorded without a policy version, its answers never "
-                    "count as stale",
-                    self._server.root,
-                )
+            conversation.warn_once(
+                "%s does not say which weights it answers with (/weight_info; vLLM does with "
+                "VLLM_SERVER_DEV_MODE=1): recorded without a policy version, its answers never "
+                "count as stale",
+                self._server.root,
+            )
         elif version not in self._checksums:
             self._checksums[version] = None
             self._checksums[version] = await self._server.weight_checksum()
@@ -382,22 +379,17 @@ def require_whole(
     usage = answer.get("usage") or answer.get("meta_info")
     counted = usage.get("completion_tokens") if isinstance(usage, Mapping) else None
     if counted is None:
-        _warn_of_no_usage(url)
+        conversation.warn_once(
+            "%s does not say how many tokens it sampled (usage.completion_tokens): should its "
+            "answers lack token ids, that cannot be noticed",
+            url,
+        )
     elif counted != sampled:
         raise InferenceServerError(
             f"{url} sampled {counted!r:.40} tokens (completion_tokens) and answered with {sampled} "
             "token ids, which is not what the model said. A stream may lose tokens where the "
             f"server parses reasoning or tool calls: ask without stream. {remedy}"
         )
-
-
-@cache  # once for a server
-def _warn_of_no_usage(url: str) -> None:
-    _LOG.warning(
-        "%s does not say how many tokens it sampled (usage.completion_tokens): should its answers "
-        "lack token ids, that cannot be noticed",
-        url,
-    )
 
 
 def pinned(sampling: Mapping[str, Any]) -> dict[str, Any]:

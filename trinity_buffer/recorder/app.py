@@ -6,12 +6,11 @@ More is asked of that one than the client asked for, which is taken out of its a
 from __future__ import annotations
 
 import json
-import logging
 from array import array
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field
-from functools import cache, partial
+from functools import partial
 from typing import Any, Literal, TypeVar
 from uuid import uuid4
 
@@ -26,12 +25,10 @@ from starlette.routing import Route
 
 from trinity_buffer.errors import InvalidArgumentError, TrinityBufferError
 from trinity_buffer.explorer import server
-from trinity_buffer.explorer.conversation import Completion, reasoning_in, understanding
+from trinity_buffer.explorer.conversation import Completion, reasoning_in, understanding, warn_once
 from trinity_buffer.pipeline.coordination.waiting import task_group
 from trinity_buffer.recorder.guard import refusal, status_of
 from trinity_buffer.recorder.recording import Recording, Rollout, Turn
-
-_LOG = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -85,7 +82,10 @@ def asked_of_upstream(path: str, body: Json) -> dict[str, Any]:
         asked["stream_options"] = {**(body.get("stream_options") or {}), "include_usage": True}
     tools = body.get("tools") or ()
     if any(tool.get("strict") or (tool.get("function") or {}).get("strict") for tool in tools):
-        _say_strict()
+        warn_once(
+            "tools with strict=true are asked for without it: a server that forces their arguments "
+            "into the schema samples otherwise than its log-probs say"
+        )
         asked["tools"] = [_without_strict(tool) for tool in tools]
     return {**server.pinned(body), **asked}
 
@@ -100,14 +100,6 @@ def _without_strict(tool: Json) -> dict[str, Any]:
     if isinstance(function := plain.get("function"), Mapping):
         plain["function"] = {key: value for key, value in function.items() if key != "strict"}
     return plain
-
-
-@cache  # once for a process
-def _say_strict() -> None:
-    _LOG.warning(
-        "tools with strict=true are asked for without it: a server that forces their arguments "
-        "into the schema samples otherwise than its log-probs say"
-    )
 
 
 def wants_usage(body: Json) -> bool:
@@ -155,7 +147,7 @@ DONE = b"data: [DONE]\n\n"
 
 
 def as_chunks(answer: Json, *, usage: bool) -> list[bytes]:
-    """Return a whole answer as a stream: a chunk of each choice and one that ends it, and usage."""
+    """Return a whole answer as a stream: a chunk of each choice, and usage."""
     # Clients that stream accept nothing but chunks, in name and in shape.
     top = {key: value for key, value in answer.items() if key not in ("choices", "usage", "object")}
     top["object"] = "chat.completion.chunk"
@@ -166,9 +158,7 @@ def as_chunks(answer: Json, *, usage: bool) -> list[bytes]:
             calls = enumerate(delta["tool_calls"])
             delta["tool_calls"] = [{"index": number, **call} for number, call in calls]
         rest = {key: value for key, value in choice.items() if key != "message"}
-        chunks.append({**top, "choices": [{**rest, "delta": delta, "finish_reason": None}]})
-        end = {"index": choice.get("index", 0), "delta": {}}
-        chunks.append({**top, "choices": [{**end, "finish_reason": choice.get("finish_reason")}]})
+        chunks.append({**top, "choices": [{**rest, "delta": delta}]})
     if usage:
         chunks.append({**top, "choices": [], "usage": answer.get("usage")})
     return [event(chunk) for chunk in chunks]

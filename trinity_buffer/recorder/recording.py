@@ -93,14 +93,12 @@ class _Open:
     """How far a rollout has come; what was said is stored.
 
     Attributes:
-        count: turns that are stored.
-        answers: what the model said in them; see `_answer`.
+        answers: what the model said in the turns that are stored; see `_answer`.
         choices: runs that one request began with it.
         lost: why a turn that was answered is not stored.
         turn: held while a turn is added, or the rollout is closed.
     """
 
-    count: int = 0
     answers: list[bytes] = field(default_factory=list)
     is_closed: bool = False
     choices: int = 1
@@ -163,7 +161,7 @@ class Recording:
         async with AsyncExitStack() as held:
             opened = [await held.enter_async_context(self._taken(place)) for place in rollouts]
             parts = zip(rollouts, opened, turns, strict=True)
-            stored = [_stored(place, state.count, turn) for place, state, turn in parts]
+            stored = [_stored(place, len(state.answers), turn) for place, state, turn in parts]
             opened[0].choices = max(opened[0].choices, len(turns))
             if task_status is not None:
                 task_status.started()
@@ -175,7 +173,6 @@ class Recording:
                 self._lose(first, opened, error)
                 return
             for state, turn in zip(opened, turns, strict=True):
-                state.count += 1
                 state.answers.append(_answer(turn.completion.message()))
 
     async def require_open(self, rollout: Rollout, choices: Any = 1) -> None:
@@ -288,7 +285,7 @@ class Recording:
             turns, is_closed = await self._stored_turns(rollout), await self._is_closed(rollout)
             choices = max((turn.choices for turn in turns), default=1)
             answers = [_answer(turn.completion.message()) for turn in turns]
-            known = _Open(len(turns), answers, is_closed, choices)
+            known = _Open(answers, is_closed, choices)
             # Another request may have read it while this one waited for the store.
             state = self._open.pop(rollout, None) or known
         self._open[rollout] = state  # the one used last is the last
