@@ -69,6 +69,8 @@ def test_what_is_drawn_beside_the_training_changes_no_weights(
     drawing = train(sqlite_url, tmp_path / "drawing", "drawing", 2, **told)
     drawing = train(sqlite_url, tmp_path / "drawing", "drawing", **told)
     assert len(set(drawn)) == plain.state.step == 3
+    train(sqlite_url, tmp_path / "whole", "whole", **told)
+    assert drawn[3:] == drawn[:3], "resumed, it draws what it would have drawn"
     for name, weight in plain.policy.model.state_dict().items():
         assert torch.equal(weight, drawing.policy.model.state_dict()[name]), name
 

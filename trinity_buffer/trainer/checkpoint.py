@@ -200,14 +200,6 @@ def random_state(device: str = "cuda") -> Tensor:
     return torch.cat([state, torch.cuda.get_rng_state(_gpu(device))])
 
 
-def restore_random_state(state: Tensor, device: str) -> None:
-    """Go on from what `random_state` returned; on a GPU only where there is one."""
-    size = torch.get_rng_state().numel()
-    torch.set_rng_state(state[:size])
-    if len(state) > size and torch.cuda.is_available():
-        torch.cuda.set_rng_state(state[size:], _gpu(device))
-
-
 def _gpu(device: str) -> str:
     return device if device.startswith("cuda") else "cuda"
 
@@ -279,7 +271,7 @@ def _random_of(rank: int) -> str:
 
 
 def _restore_random(tensors: Mapping[str, Tensor], rank: int, device: str) -> None:
-    """Go on with the random numbers of ``rank``.
+    """Go on with the random numbers of ``rank``; those of a GPU only where there is one.
 
     A rank that there was not begins numbers of its own, which depend on rank 0's alone.
     """
@@ -288,7 +280,10 @@ def _restore_random(tensors: Mapping[str, Tensor], rank: int, device: str) -> No
         digest = sha256(first.numpy().tobytes() + rank.to_bytes(4, "big")).digest()
         torch.manual_seed(int.from_bytes(digest[:8], "big", signed=True))
         return
-    restore_random_state(own, device)
+    size = torch.get_rng_state().numel()
+    torch.set_rng_state(own[:size])
+    if len(own) > size and torch.cuda.is_available():
+        torch.cuda.set_rng_state(own[size:], _gpu(device))
 
 
 def load_checkpoint(

@@ -31,13 +31,7 @@ from trinity_buffer.pipeline.train.options import Resume
 from trinity_buffer.pipeline.train.step import TrainStep
 from trinity_buffer.trainer import models
 from trinity_buffer.trainer.causal_lm import policy_of, reference_of
-from trinity_buffer.trainer.checkpoint import (
-    Commits,
-    TrainerState,
-    load_checkpoint,
-    random_state,
-    restore_random_state,
-)
+from trinity_buffer.trainer.checkpoint import Commits, TrainerState, load_checkpoint
 from trinity_buffer.trainer.determinism import SameBits, algorithm_settings
 from trinity_buffer.trainer.models import Number, StepMeter, StepReport
 from trinity_buffer.trainer.parallel import processes_here, whole
@@ -190,7 +184,6 @@ class Trainer:
         self._set_coefficients(self.state.coefficients)
         self._skipped: dict[int, list[str]] = {}  # step -> uids, until they are committed
         self._look_at: list[str] = []
-        self._drawn_apart: Tensor | None = None
         self._skipped_in_a_row = 0 if stream.resume is None else stream.resume.skipped
         teacher = None if teacher is None else policy_of(teacher)
         critic = None if self.state.critic is None else self.state.critic[0]
@@ -288,20 +281,16 @@ class Trainer:
     def _drawing_apart(self) -> Iterator[None]:
         """Give what runs beside the training random numbers of its own.
 
-        A replay, beside which nothing runs, then draws what the training drew.
+        A replay, beside which nothing runs, then draws what the training drew. They are of the
+        step: a resumed run measures what the undisturbed one would.
         """
-        device = self._stream.device
-        training = random_state(device)
-        # They go on from call to call: without dropout the training draws none.
-        if self._drawn_apart is None:
-            torch.manual_seed((torch.initial_seed() + self.state.step) % 2**63)
-        else:
-            restore_random_state(self._drawn_apart, device)
-        try:
+        gpus = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
+        with torch.random.fork_rng(gpus):
+            seed = (torch.initial_seed() + self.state.step) % 2**63
+            torch.default_generator.manual_seed(seed)
+            if gpus:
+                torch.cuda.manual_seed_all(seed)
             yield
-        finally:
-            self._drawn_apart = random_state(device)
-            restore_random_state(training, device)
 
     def _train_all(self, report: Report, measure: Measure) -> None:
         """Train step after step, and commit the last one too."""
