@@ -60,7 +60,6 @@ ASKED_FOR_EACH_BATCH: dict[str, Callable[[Transaction], Any]] = {
     "annotation_rows": lambda tx: inspection.annotation_rows(tx, 1, [1 << 20, 2 << 20]),
     "deliveries": lambda tx: inspection.deliveries(tx, 1, ["t"], [1 << 20, 2 << 20], ""),
     "rejections": lambda tx: inspection.rejections(tx, 1, ["s"], [1 << 20, 2 << 20]),
-    "still_waiting": lambda tx: inspection.still_waiting(tx, 1, ["s"], [1 << 20, 2 << 20]),
     "find": lambda tx: inspection.find(tx, 1, EID("b", "t", 0)),
     "rejected": lambda tx: inspection.rejected(tx, 1, "s", reason=None, limit=9),
     "actors": lambda tx: inspection.actors(tx, 1, [4, 5]),

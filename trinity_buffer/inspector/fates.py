@@ -112,7 +112,6 @@ def fates(tx: Transaction, experiment: int, rows: Sequence[ExperienceRow]) -> di
     names = [strategy.name for strategy in strategies]
     rejections = inspection.rejections(tx, experiment, names, addresses)
     rejected = {(row.consumer, row.address): row for row in rejections}
-    waiting = inspection.still_waiting(tx, experiment, names, addresses)
     # An expert's set is read by trainers of other experiments, whose configurations are not here.
     read = {EXPERTS_SET, *(row.config.get("strategy") for row in trainers.values())}
 
@@ -126,8 +125,8 @@ def fates(tx: Transaction, experiment: int, rows: Sequence[ExperienceRow]) -> di
         if key in rejected:
             by = rejected[key]
             return Fate(name, "rejected", by.reason, {}, is_unread, by.position)
-        is_unseen = position_of(row.address) > strategy.cursor and key not in waiting
-        return Fate(name, "unseen" if is_unseen else "waiting", None, {}, is_unread)
+        state = "unseen" if position_of(row.address) > strategy.cursor else "waiting"
+        return Fate(name, state, None, {}, is_unread)
 
     return {row.address: [fate(row, strategy) for strategy in strategies] for row in rows}
 

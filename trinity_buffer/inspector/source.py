@@ -47,7 +47,8 @@ class Source:
     async def events(self, positions: Sequence[int]) -> dict[int, Event]:
         """Return position -> event, of those of ``positions`` that count."""
         # As it was, later events do not exist, even where a row of today names one.
-        wanted = sorted(at for at in set(positions) if self.counts(at))
+        last = self.position
+        wanted = sorted(at for at in set(positions) if last is None or at <= last)
         stored = await self.read(log.read_at, self.key, wanted)
         return {event.position: decoded(self.name, event) for event in stored}
 
@@ -62,10 +63,6 @@ class Source:
         if self.position is not None:
             return self.position
         return await self.database.read(log.head, self.key)
-
-    def counts(self, position: int) -> bool:
-        """Return whether the event at ``position`` had been recorded."""
-        return self.position is None or position <= self.position
 
 
 def now(experiment: Experiment | Source) -> Source:

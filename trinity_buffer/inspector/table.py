@@ -324,10 +324,7 @@ def _what_became(
 def _scored(note: EventWithSegment, slots: Sequence[int]) -> dict[str, list[Any]]:
     columns = elements_of_rows(note.segment, "advantages", slots)
     values = [row if row is not None and len(row) else None for row in columns]
-    means = [
-        None if row is None else float(row[0] if len(row) == 1 else row.mean(dtype=float))
-        for row in values
-    ]
+    means = [None if row is None else float(row.mean(dtype=float)) for row in values]
     return {"advantages": values, "advantage": means}
 
 

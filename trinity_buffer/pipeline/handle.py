@@ -113,13 +113,11 @@ def config_of(tx: Transaction, key: int, name: str) -> dict[str, Any] | None:
     return None
 
 
-def experiment_called(
-    tx: Transaction, name: str
-) -> tuple[int | None, dict[str, Any] | None, dict[str, int]]:
-    """Return an experiment's key and configuration, or the existing names if it is unknown."""
+def experiment_called(tx: Transaction, name: str) -> tuple[int, dict[str, Any]] | None:
+    """Return an experiment's key and configuration, or None if there is none of this name."""
     key = log.find_experiment(tx, name)
     config = None if key is None else config_of(tx, key, name)
-    return key, config, log.experiment_names(tx) if key is None else {}
+    return None if key is None or config is None else (key, config)
 
 
 @one_statement

@@ -392,13 +392,13 @@ class Store:
         """
         if problem_of_text(name):
             require_name("an experiment's name", name)
-        key, stored, names = await self.database.read(handle.experiment_called, name)
-        if key is None:  # older versions accepted any text
+        stored = await self.database.read(handle.experiment_called, name)
+        if stored is None:  # older versions accepted any text
             require_name("an experiment's name", name)
         if config is None or self.database.read_only:
-            if key is not None and stored is not None:
-                return Experiment(self, key, name, stored)
-            known = ", ".join(names) or "none"
+            if stored is not None:
+                return Experiment(self, stored[0], name, stored[1])
+            known = ", ".join(await self.experiments()) or "none"
             remedy = "" if self.database.read_only else "; pass config={} to create it"
             raise errors.UnknownExperimentError(
                 f"{self.url} holds no experiment {name!r} (there: {known}){remedy}"

@@ -167,16 +167,6 @@ _REJECTED = "SELECT consumer, address, reason, position FROM rejection"
 _REJECTIONS = Statement(f"{_REJECTED} {_OF_THESE} ORDER BY consumer, address")
 
 
-def still_waiting(
-    tx: Transaction, experiment: int, strategies: Sequence[str], addresses: Sequence[int]
-) -> set[tuple[str, int]]:
-    """Return (set, address) of the experiences that ``strategies`` have read and not decided."""
-    return set(_WAITING.fetch_all(tx, of=experiment, by=strategies, addresses=addresses))
-
-
-_WAITING = Statement(f"SELECT consumer, address FROM waiting {_OF_THESE}")
-
-
 def rejected(
     tx: Transaction,
     experiment: int,

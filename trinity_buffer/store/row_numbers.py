@@ -95,9 +95,7 @@ def decisions(
     for chosen, own in zip(sets, notes.T, strict=False):
         mine = span | {"name": chosen.name}
         states = np.full(len(wanted), "waiting", object)
-        # Later states overwrite earlier ones; the order is that of the decisions.
         states[wanted >= first_address(chosen.cursor + 1)] = "unseen"
-        _put(states, wanted, [(at, "waiting") for (at,) in _WAITING.fetch_all(tx, **mine)])
         rejected = [(at, f"rejected: {why}") for at, why in _REJECTED.fetch_all(tx, **mine)]
         _put(states, wanted, rejected)
         states[own > 0] = "annotated"
@@ -115,10 +113,6 @@ def _put(into: npt.NDArray[Any], wanted: Integers, rows: Sequence[tuple[Any, ...
     into[places[there]] = np.array(values, into.dtype).T.reshape(-1, *into.shape[1:])[there]
 
 
-_WAITING = Statement(
-    "SELECT address FROM waiting "
-    "WHERE experiment = :of AND consumer = :name AND address BETWEEN :first AND :last"
-)
 _REJECTED = Statement(
     "SELECT address, reason FROM rejection "
     "WHERE experiment = :of AND consumer = :name AND address BETWEEN :first AND :last"

@@ -62,7 +62,7 @@ from trinity_buffer.pipeline.train.step import (
     measured_event,
 )
 from trinity_buffer.pipeline.write.planning import Admission
-from trinity_buffer.store import trainer_queries, writer_queries
+from trinity_buffer.store import log, trainer_queries, writer_queries
 from trinity_buffer.store.rows import StepRow
 from trinity_buffer.store.segments import SegmentRow
 from trinity_buffer.store.transaction import ReadSession, Session, Transaction
@@ -682,9 +682,10 @@ async def _expert(experiment: ExperimentHandle, options: StreamOptions) -> Exper
             f"expert_experiment={name!r} is the trainer's own: its rows are not an expert's"
         )
 
-    key, stored, known = await experiment.database.read(experiment_called, name)
-    if key is None or stored is None:
+    stored = await experiment.database.read(experiment_called, name)
+    if stored is None:
+        known = ", ".join(await experiment.database.read(log.experiment_names))
         raise UnknownExperimentError(
-            f"expert_experiment={name!r} is not in this store; it holds {', '.join(known)}"
+            f"expert_experiment={name!r} is not in this store; it holds {known}"
         )
-    return ExperimentHandle(experiment.database, key, name, stored)
+    return ExperimentHandle(experiment.database, stored[0], name, stored[1])
