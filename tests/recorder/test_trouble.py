@@ -20,6 +20,8 @@ from starlette.routing import Route
 from tests.explorer.test_openai_model import RESTRICTING
 from tests.explorer.vllm_dialect import served
 from tests.recorder.test_recorder import HELLO, plain_http, recording, reward, stored
+from trinity_buffer.errors import StoreUnavailableError
+from trinity_buffer.pipeline.write.writer import SQLWriter
 
 LOGPROB = {"token": "?", "logprob": -0.5}
 LOGPROBS = {"content": [LOGPROB]}
@@ -134,6 +136,27 @@ async def test_a_turn_that_was_lost_is_told_to_its_rollout_alone(
             assert (told.status_code, "lacks a turn" in told.text) == (409, True)
         assert (await reward(url, "t/1", 1.0)).status_code == 200
     assert "recorded/t/0: a turn that was answered is lost" in caplog.text
+
+
+async def test_a_turn_that_is_stored_though_its_server_was_lost_is_counted(
+    store_url: str, upstream: str, scripted: Scripted, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original = SQLWriter.write
+
+    async def losing_the_server(writer: SQLWriter, experiences: Any) -> Any:
+        await original(writer, experiences)
+        raise StoreUnavailableError("the connection was lost during a commit")
+
+    async with recording(store_url, upstream) as url:
+        assert (await chat(url, "t/0")).status_code == 200
+        with monkeypatch.context() as patch:
+            patch.setattr(SQLWriter, "write", losing_the_server)
+            assert (await chat(url, "t/0")).status_code == 503
+        scripted.answer = whole(choice("and now?"))
+        assert (await chat(url, "t/0")).status_code == 200
+        assert (await reward(url, "t/0", 1.0)).status_code == 200
+    texts = [turn.response_text for turn in await stored(store_url, "agent.turns")]
+    assert texts == ["ok", "ok", "and now?"]
 
 
 async def test_of_several_choices_all_are_stored_or_none(

@@ -169,6 +169,8 @@ class Recording:
                 await self._turn_writer.write(stored)
             except errors.TrinityBufferError as error:
                 if task_status is None:
+                    for place in rollouts:  # a server that was lost may have stored it: read anew
+                        self._open.pop(place, None)
                     raise
                 self._lose(first, opened, error)
                 return
