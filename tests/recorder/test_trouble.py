@@ -384,6 +384,17 @@ async def test_an_upstream_that_counts_no_tokens_is_named_once(
     assert caplog.text.count(f"{upstream} does not say how many tokens it sampled") == 1
 
 
+async def test_what_a_client_leaves_null_is_not_asked_for(
+    sqlite_url: str, upstream: str, scripted: Scripted
+) -> None:
+    """With `top_logprobs` null, which is not its default, vLLM answers without log-probs."""
+    nulls = dict.fromkeys(("logprobs", "top_logprobs", "temperature", "stop", "tools", "n"))
+    async with recording(sqlite_url, upstream) as url:
+        assert (await chat(url, "t/0", **nulls)).status_code == 200
+    assert scripted.body["logprobs"] is True
+    assert None not in scripted.body.values()
+
+
 @pytest.mark.parametrize("mode", ["raw_logprobs", "processed_logprobs"])
 @pytest.mark.long
 async def test_what_restricts_sampling_is_refused_by_name(

@@ -394,7 +394,7 @@ def require_whole(
 
 def pinned(sampling: Mapping[str, Any]) -> dict[str, Any]:
     """Return sampling options that leave no default to the server; None counts as not given."""
-    explicit = {k: value for k, value in sampling.items() if k not in PINNED or value is not None}
+    explicit = {key: value for key, value in sampling.items() if value is not None}
     return {**{key: NEUTRAL[key][0] for key in PINNED}, **explicit}
 
 
