@@ -388,7 +388,9 @@ async def test_what_a_client_leaves_null_is_not_asked_for(
     sqlite_url: str, upstream: str, scripted: Scripted
 ) -> None:
     """With `top_logprobs` null, which is not its default, vLLM answers without log-probs."""
-    nulls = dict.fromkeys(("logprobs", "top_logprobs", "temperature", "stop", "tools", "n"))
+    nulls: dict[str, Any] = dict.fromkeys(
+        ("logprobs", "top_logprobs", "temperature", "stop", "tools", "n")
+    )
     async with recording(sqlite_url, upstream) as url:
         assert (await chat(url, "t/0", **nulls)).status_code == 200
     assert scripted.body["logprobs"] is True
