@@ -26,7 +26,7 @@ from tests.pipeline.test_waits import spoken
 from tests.pipeline.watching import Killed, Watcher, killed_at
 from tests.raw_store import rows, take_lease, this_host
 from trinity_buffer import StrategyConsumer, run_strategy, verify
-from trinity_buffer.errors import LeaseLostError
+from trinity_buffer.errors import LeaseLostError, StoreBusyError
 from trinity_buffer.events import now_us
 from trinity_buffer.experience import Experience
 from trinity_buffer.inspector import compare_sets, leases
@@ -339,6 +339,21 @@ async def test_two_of_one_process_decide_one_after_the_other(
         assert await holder(experiment) == ""
 
 
+async def test_a_run_that_could_not_give_its_lease_back_stands_in_nobodys_way(
+    store_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def busy(*_: object, **__: object) -> None:
+        raise StoreBusyError
+
+    async with opened(store_url, rollouts_per_group=2, lease_ttl_s=600.0) as experiment:
+        with monkeypatch.context() as patch:
+            patch.setattr(store_leases, "release", busy)
+            await run_strategy(experiment, Watcher, name=NAME)
+        await experiment.writer("e0").write(group(runs=2))
+        with anyio.fail_after(20):
+            assert (await run_strategy(experiment, Watcher, name=NAME)).annotated == 2
+
+
 async def test_who_lost_a_lease_to_another_waits_twice_as_long_for_it(store_url: str) -> None:
     ttl_s = 0.2
     async with opened(store_url, lease_ttl_s=ttl_s) as experiment:
@@ -381,7 +396,11 @@ async def test_who_comes_too_late_for_a_lease_waits_no_longer_for_it(
 
 @pytest.mark.parametrize(
     ("ends", "ttl_s", "why"),
-    [("gives", 9.0, "has ended"), ("dies", 9.0, "is gone"), ("rests", 0.2, "not heard of for 0.4")],
+    [
+        ("gives", 9.0, "decides no more"),
+        ("dies", 9.0, "is gone"),
+        ("rests", 0.2, "heard of for 0.4"),
+    ],
 )
 async def test_who_loses_the_lease_and_who_takes_it_over_says_so(
     store_url: str, ends: str, ttl_s: float, why: str, caplog: pytest.LogCaptureFixture

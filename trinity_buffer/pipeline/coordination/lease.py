@@ -204,7 +204,7 @@ class StrategyLease(Lease):
                     who = describe_owner(self.held_by if held is None else held[0])
                     silent = f"was not heard of for {self._watch.ttl_s:g} s"
                     gone = "is gone" if held is not None and is_dead(held[0]) else silent
-                    why = "has ended" if held is None else gone
+                    why = "decides no more" if held is None else gone
                     text = f"strategy {self.consumer!r} decides now: {who} {why}"
                     _logger.warning("%s", waiting.one_line(text))
             else:
@@ -257,6 +257,7 @@ class StrategyLease(Lease):
 
     @override
     async def release(self) -> None:
+        _OWNERS.discard(self.owner)
         if self._took:
             with anyio.CancelScope(shield=True):
                 await super().release()
