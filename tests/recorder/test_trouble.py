@@ -48,7 +48,7 @@ class Scripted:
     """An upstream that answers what it is told to.
 
     Attributes:
-        answer: to a request without a stream.
+        answer: to a request without a stream; bytes are sent as they are.
         chunks: to one with; a text is sent as it is.
         status: of an answer.
         headers: of an answer.
@@ -74,7 +74,7 @@ class Scripted:
         if self.body.get("stream") and self.status < 400:
             return StreamingResponse(self._lines(), media_type="text/event-stream")
         # Not JSONResponse, which refuses NaN.
-        body = json.dumps(self.answer)
+        body = self.answer if isinstance(self.answer, bytes) else json.dumps(self.answer)
         return Response(body, self.status, self.headers, media_type="application/json")
 
     async def _lines(self) -> AsyncIterator[bytes]:
@@ -502,6 +502,10 @@ async def test_what_the_upstream_refuses_is_passed_on_with_its_status(
         scripted.answer = {"error": {"message": "too long", "code": "context_length_exceeded"}}
         told = await chat(url, "t/0", stream=stream)
         assert (told.status_code, told.json()) == (400, scripted.answer)
+        scripted.status, scripted.answer = 413, b"<html>too large"
+        told = await chat(url, "t/0", stream=stream)
+        assert told.status_code == 413
+        assert "413 <html>too large" in told.json()["error"]["message"]
         scripted.status, scripted.answer = 200, whole(choice())
         assert (await chat(url, "t/0", stream=stream)).status_code == 200
     assert len(await stored(sqlite_url, "agent.turns")) == 1

@@ -113,7 +113,7 @@ class Server:
         """Return status, answer and ``Retry-After`` of a POST, whatever the status is.
 
         Raises:
-            InferenceServerError: it cannot be reached, or its answer is no JSON.
+            InferenceServerError: it cannot be reached, or an answer that it gives is no JSON.
         """
         return _passed(await self._sent("POST", path, body))
 
@@ -237,7 +237,14 @@ def _refusal(url: str, status: int, text: str) -> InferenceServerError:
 def _passed(response: Any) -> tuple[int, Any, dict[str, str]]:
     after = response.headers.get("retry-after")
     headers = {} if after is None else {"retry-after": after}
-    return response.status_code, _json_of(response), headers
+    try:
+        answer = _json_of(response)
+    except InferenceServerError:
+        if not response.is_error:
+            raise
+        refusal = _refusal(str(response.url), response.status_code, response.text)
+        answer = {"error": {"message": str(refusal)}}  # of a proxy before it, say
+    return response.status_code, answer, headers
 
 
 def _answer_of(response: Any) -> Any:
