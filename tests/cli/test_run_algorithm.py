@@ -84,6 +84,9 @@ def test_a_file_that_names_anything_of_ones_own_names_its_folder(tmp_path: Path,
     assert (read_file(path).values or {})["folder"] == str(tmp_path / "below")
     path.write_text("seed = 1")
     assert read_file(path).values == {"seed": 1}
+    path = tmp_path / "run.yaml"
+    path.write_text(f"{key}: mine\nfolder: null")
+    assert (read_file(path).values or {})["folder"] == str(tmp_path)
 
 
 def test_arguments_of_the_algorithm_win_over_its_recipe() -> None:

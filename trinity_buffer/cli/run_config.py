@@ -124,7 +124,7 @@ def read_file(path: Path) -> RunFile:
     except InvalidArgumentError as error:
         raise InvalidArgumentError(f"{where}{error}") from error
     if isinstance(values.get("model"), str) or OWN & values.keys():
-        values["folder"] = str(_path_in(path, "folder", str(values.get("folder", ""))))
+        values["folder"] = str(_path_in(path, "folder", str(values.get("folder") or "")))
     for key in ("reference", "teacher"):
         if isinstance(values.get(key), str):
             place = _path_in(path, key, values[key])
