@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import suppress
@@ -87,6 +89,24 @@ def test_a_worker_hands_over_the_tensors_and_commits_the_last_step(url: str) -> 
         steps.commit(step)
     assert steps.state_dict() == {"step": GROUPS}
     assert list(loaded(dataset(url), workers=0)) == []
+
+
+LEFT_OPEN = """
+import sys
+import trinity_buffer as tb
+from torch.utils.data import DataLoader
+from trinity_buffer.integrations.torch_data import StepDataset
+
+steps = StepDataset(sys.argv[1], experiment="run", strategy="grpo")
+reader = iter(DataLoader(steps, batch_size=None))
+print(next(reader).step)
+"""
+
+
+def test_a_process_ends_whose_loop_is_not_through(url: str) -> None:
+    command = [sys.executable, "-W", "ignore", "-c", LEFT_OPEN, url]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "1\n", "")
 
 
 @pytest.mark.parametrize("workers", [0, 1])

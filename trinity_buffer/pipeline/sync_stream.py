@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
@@ -171,20 +172,24 @@ def in_portal(opened: AbstractAsyncContextManager[T]) -> Iterator[tuple[Blocking
     """Open ``opened`` in an event loop of its own; close both on leaving.
 
     Ctrl-C closes them as well, and is raised bare instead of in an exception group of the portal. A
-    forked child leaves both to its parent.
+    forked child leaves both to its parent, and a process that ends has no thread to close them in.
     """
     pid = os.getpid()
     loop = LoopThread()
+
+    def runs() -> bool:
+        return os.getpid() == pid and not sys.is_finalizing()
+
     try:
         entered = loop.portal.wrap_async_context_manager(opened)
         stream = entered.__enter__()
         try:
             yield loop.portal, stream
         finally:
-            if os.getpid() == pid:
+            if runs():
                 entered.__exit__(None, None, None)
     finally:
-        if os.getpid() == pid:
+        if runs():
             loop.close()
 
 
