@@ -109,6 +109,18 @@ def test_a_process_ends_whose_loop_is_not_through(url: str) -> None:
     assert (ended.returncode, ended.stdout, ended.stderr) == (0, "1\n", "")
 
 
+def test_a_pass_that_begins_ends_the_one_before(url: str) -> None:
+    """An error in a notebook keeps the iterator of the loop that it left."""
+    steps = dataset(url, wait_for_lease=False)
+    left = loaded(steps, workers=0)
+    assert next(left).step == 1
+    reader = loaded(steps, workers=0)
+    steps.commit(next(reader))
+    assert list(left) == []
+    steps.commit(next(reader))
+    assert steps.state_dict() == {"step": 2}
+
+
 @pytest.mark.parametrize("workers", [0, 1])
 def test_explorers_get_the_weights_of_what_is_committed(
     url: str, tmp_path: Path, workers: int

@@ -49,6 +49,7 @@ class StepDataset(IterableDataset[TrainStep]):
         self._experiment = experiment
         self._options = options
         self._here: SyncTrainStream | None = None
+        self._pass = ExitStack()  # what is open here
         # Without locks: a worker that is killed could hold one for good, and one that is spawned
         # cannot be given those of a process that forks.
         self._go_on_after = mp.Value("q", NOWHERE, lock=False)  # a worker that stays reads it again
@@ -72,11 +73,15 @@ class StepDataset(IterableDataset[TrainStep]):
                 self._worker = self._worker or _Worker(self._asked, self._waited_for)
                 yield from self._worker.steps(self._open())
             return
-        with self._open() as self._here:
+        # Of a loop that an error has left, such as in a notebook, the stream is still open.
+        self._pass.close()
+        with ExitStack() as self._pass:
+            self._here = stream = self._pass.enter_context(self._open())
             try:
-                yield from self._here
+                yield from stream
             finally:
-                self._here = None
+                if self._here is stream:
+                    self._here = None
 
     @contextmanager
     def _open(self) -> Iterator[SyncTrainStream]:
