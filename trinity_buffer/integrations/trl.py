@@ -76,7 +76,8 @@ class StoredGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # trl is untyped
         """Train until ``max_steps`` or the end of the stream; see `transformers.Trainer.train`.
 
         Raises:
-            CheckpointError: the last commit named no checkpoint, so that nothing can go on from it.
+            CheckpointError: the last commit named no checkpoint, so that nothing can go on from it,
+                or another one than ``resume_from_checkpoint``.
         """
         resume = self.stream.resume
         if resume is not None:
@@ -85,7 +86,13 @@ class StoredGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # trl is untyped
                     f"step {resume.step} was committed without a checkpoint: go back to one with, "
                     "open_train_stream(resume_from=...)"
                 )
-            resume_from_checkpoint = str(resume.checkpoint)
+            asked, last = resume_from_checkpoint, resume.checkpoint
+            if isinstance(asked, str | Path) and Path(asked).resolve() != last.resolve():
+                raise CheckpointError(
+                    f"resume_from_checkpoint={asked}: the store goes on after step {resume.step}, "
+                    f"with {last}: to go back, open the stream with resume_from=STEP"
+                )
+            resume_from_checkpoint = str(last)
         return super().train(resume_from_checkpoint=resume_from_checkpoint, **kwargs)
 
     @override

@@ -22,7 +22,7 @@ from trl import GRPOConfig
 
 import trinity_buffer as tb
 from trinity_buffer.algorithm.policy_loss_fn import POLICY_LOSS_FN
-from trinity_buffer.errors import TrainingError
+from trinity_buffer.errors import CheckpointError, TrainingError
 from trinity_buffer.integrations.trl import StoredGRPOTrainer
 
 GROUPS, RUNS = 40, 4
@@ -235,6 +235,14 @@ def test_a_run_that_ends_with_the_stream_saves_its_last_step(
     with tb.open_train_stream(place, **options) as stream:
         assert stream.resume is not None
         assert stream.resume.checkpoint == tmp_path / "out" / f"checkpoint-{steps}"
+        trainer = StoredGRPOTrainer(
+            fresh_model(),
+            stream=stream,
+            args=settings(tmp_path / "out", max_steps=100),
+            processing_class=tokenizer(),
+        )
+        with pytest.raises(CheckpointError, match=f"goes on after step {steps}, with .*-{steps}:"):
+            trainer.train(resume_from_checkpoint=str(tmp_path / "out" / "checkpoint-1"))
 
 
 @pytest.mark.parametrize(("loss_type", "groups"), [("grpo", 3), ("dapo", 3), ("grpo", 1)])
