@@ -335,7 +335,14 @@ async def test_of_several_choices_all_tokens_are_counted(
     assert len(await stored(sqlite_url, "agent.turns")) == 2
 
 
-@pytest.mark.parametrize("logprobs", [None, {"content": [LOGPROB]}, {"content": [LOGPROB] * 3}])
+NO_LOGPROB = {"token": "?", "logprob": -9999.0}
+"""What vLLM writes for a token whose log-prob it does not have."""
+
+
+@pytest.mark.parametrize(
+    "logprobs",
+    [None, *({"content": each} for each in ([LOGPROB], [LOGPROB] * 3, [LOGPROB, NO_LOGPROB]))],
+)
 async def test_ids_need_a_log_prob_each(
     sqlite_url: str, upstream: str, scripted: Scripted, logprobs: Any
 ) -> None:

@@ -315,6 +315,9 @@ ALLOWED: dict[str, tuple[Any, ...]] = {
 }
 """Keys that may have these values; any other would restrict what is sampled, or choose from it."""
 
+NO_LOGPROB = -9999.0
+"""What vLLM writes in a chat for the log-prob of a token for which it has none."""
+
 LEAVE_OUT = "pass require_ids=False if nothing of this shall be trained"
 """What one may do in Python about what cannot be trained."""
 
@@ -375,8 +378,9 @@ def require_whole(
         ids, logprobs = len(completion.token_ids), completion.logprobs
         if completion.finish_reason == "abort":  # the model has not said its last word
             raise InferenceServerError(f"{url} aborted its answer: ask again")
-        if not (completion.prompt_ids and ids and logprobs is not None and len(logprobs) == ids):
-            listed = "no" if logprobs is None else len(logprobs)
+        known = [value for value in logprobs or () if value != NO_LOGPROB]
+        if not (completion.prompt_ids and ids and len(known) == len(logprobs or ()) == ids):
+            listed = "no" if logprobs is None else len(known)
             raise InferenceServerError(
                 f"{url} answered with {len(completion.prompt_ids)} prompt ids, {ids} ids and "
                 f"{listed} log-probs: to train on it, all must be there, and text is never "
