@@ -64,6 +64,7 @@ async def compact(
     keep_steps: int,
     archive: Path | None,
     delete: bool = False,
+    actor: str = "compact",
     progress: Progress = no_progress,
 ) -> CompactionReport:
     """Archive, or delete, the segments of what was committed more than ``keep_steps`` steps ago.
@@ -90,7 +91,7 @@ async def compact(
         raise InvalidArgumentError(f"keep_steps={keep_steps}: it must not be negative")
     if archive is not None:
         require_pyarrow()
-    return await _Compaction(experiment, archive, progress, keep_steps).run()
+    return await _Compaction(experiment, archive, actor, progress, keep_steps).run()
 
 
 class _Compaction:
@@ -100,12 +101,14 @@ class _Compaction:
         self,
         experiment: Experiment,
         archive: Path | None,
+        actor: str,
         progress: Progress,
         keep_steps: int,
     ) -> None:
         self._experiment = experiment
         self._database = experiment.database
         self._archive = archive
+        self._actor = actor
         self._progress = progress
         self._segments = self._bytes = self._damaged = 0
         self._files: list[str] = []
@@ -182,7 +185,7 @@ class _Compaction:
                     f"trainer {need.reader.name!r} began, or went back, and may need some of these "
                     "segments: run it again"
                 )
-        log.append(tx, key, [("compact", event)])
+        log.append(tx, key, [(self._actor, event)])
         self._database.segments.delete(tx, keys)
 
 
@@ -220,6 +223,7 @@ async def restore(
     experiment: Experiment,
     *,
     folder: Path | None = None,
+    actor: str = "restore",
     progress: Progress = no_progress,
 ) -> RestoreReport:
     """Bring everything that `compact` archived back into the database, byte for byte.
@@ -239,7 +243,7 @@ async def restore(
     # File by file: what one holds is in memory as a whole until it is stored.
     for number, (position, keys) in enumerate(archives.items()):
         progress("restore", number, len(archives))
-        file, size = await _restore_file(experiment, position, keys, folder)
+        file, size = await _restore_file(experiment, position, keys, folder, actor)
         files.append(file)
         bytes_back += size
     progress("restore", len(archives), len(archives))
@@ -247,7 +251,7 @@ async def restore(
 
 
 async def _restore_file(
-    experiment: Experiment, position: int, keys: list[bytes], folder: Path | None
+    experiment: Experiment, position: int, keys: list[bytes], folder: Path | None, actor: str
 ) -> tuple[str, int]:
     """Bring back what the event at a position archived; return its file, and how many bytes."""
     database, key, store = experiment.database, experiment.key, experiment.database.segments
@@ -263,7 +267,7 @@ async def _restore_file(
         # Under the lock, as in `_delete`: what another process has restored is there already.
         if len(segments.archived_at(tx, keys)) < len(keys):
             raise StoreError("another process has restored some of these segments: run it again")
-        log.append(tx, key, [("restore", event)])
+        log.append(tx, key, [(actor, event)])
         store.attach(tx, rows)
 
     await database.write(take_back)
