@@ -271,7 +271,10 @@ async def test_a_rewound_step_whose_tensors_were_deleted_goes_on_without_them(
     await filled(store_url, tmp_path / "e0.ack")
     async with opened(store_url) as experiment:
         await trained(experiment, tmp_path / "a", groups_per_step=1)
-        assert (await compact(experiment, keep_steps=1, archive=None, delete=True)).segments == 12
+        last_but_one: dict[str, Any] = {"keep_steps": 1, "archive": None, "delete": True}
+        assert (await compact(experiment, **last_but_one, actor="janitor")).segments == 12
+    (archived,) = await events_of(store_url, "SegmentsArchived")
+    assert archived.actor == "janitor"
     async with opened(store_url) as experiment:
         served, last = await trained(experiment, tmp_path / "b", groups_per_step=1, resume_from=1)
         assert [step.rows for step in served] == [0, 0, 4]
