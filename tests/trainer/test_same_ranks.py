@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -141,6 +143,43 @@ def test_ranks_begin_with_one_critic_and_random_numbers_of_their_own(
     # What each rank says of policy and critic, before the first step.
     assert len(gathered) == 4
     assert gathered[:2] == gathered[2:]
+
+
+class Slow(TransformerPolicy):
+    """Takes its time to be written."""
+
+    @override
+    def save(self, path: str | Path) -> None:
+        time.sleep(0.3)
+        super().save(path)
+
+
+def test_no_rank_ends_before_the_last_step_is_committed(
+    sqlite_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next stream of one that did would count as a start anew, and end rank 0 in its commit."""
+    algorithm = build("grpo")
+    anyio.run(prepared, sqlite_url, algorithm)
+    own = threading.local()
+    monkeypatch.setattr(trainers, "processes_here", lambda: own.processes)
+
+    def trained(rank: int, processes: Processes) -> list[str]:
+        own.processes = processes
+        with open_train_stream(
+            sqlite_url,
+            experiment="run",
+            strategy="grpo",
+            groups_per_step=2,
+            rank=rank,
+            world_size=2,
+            **stream_options(algorithm),
+        ) as stream:
+            settings = TrainerSettings(checkpoints=tmp_path, max_steps=2)
+            Trainer(stream, Slow(CONFIG), algorithm, settings).run()
+            return sorted(file.parent.name for file in tmp_path.glob("step-*/state.json"))
+
+    names = ["step-00000001", "step-00000002"]
+    assert of_both(Averaging.pair(), trained) == [names, names]
 
 
 @pytest.mark.parametrize(("rank", "ranks"), [(3, 1), (1, 1), (-1, 2), (2, 2)])

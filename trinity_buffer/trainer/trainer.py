@@ -276,6 +276,8 @@ class Trainer:
         with closing(self._commits):
             self._train_all(drawing_apart(report), drawing_apart(measure))
             self._commits.finish()
+        # Rank 0 may still commit, and would take the next stream of another for a start anew.
+        self._processes.gather(0)
 
     @contextmanager
     def _drawing_apart(self) -> Iterator[None]:
