@@ -513,10 +513,7 @@ class Database:
     def _inspect(self, tx: transaction.Transaction, known: transaction.Ends) -> None:
         """Raise unless the schema is ours, and the logs have the events that are ``known``."""
         if schema.inspect(tx, self.name):
-            for key, (position, head) in known.items():
-                if not log.holds(tx, key, position, head):
-                    name, end = log.experiment_name(tx, key), log.head(tx, key)
-                    raise transaction.event_lost(self.name, name, position, end)
+            log.require_ends(tx, self.name, known)
 
 
 @asynccontextmanager

@@ -13,12 +13,12 @@ from functools import cache, lru_cache, partial
 from hashlib import sha256
 from typing import Any, NamedTuple
 
-from trinity_buffer.errors import StoreError
+from trinity_buffer.errors import StoreError, StoreReplacedError
 from trinity_buffer.events import NewEvent, PlacedFact, kind_of, now_us
 from trinity_buffer.identity import require_name
 from trinity_buffer.store import fold
 from trinity_buffer.store.tables import FREQUENT, NOT_FREQUENT, event
-from trinity_buffer.store.transaction import Statement, Transaction, one_statement
+from trinity_buffer.store.transaction import Ends, Statement, Transaction, one_statement
 
 
 class Place(NamedTuple):
@@ -105,6 +105,30 @@ def holds(tx: Transaction, experiment: int, position: int, head: bytes) -> bool:
     """Return whether the log has the event of this head at this position."""
     stored = read_at(tx, experiment, [position])
     return bool(stored) and stored[0].head == head
+
+
+def require_ends(tx: Transaction, store: str, ends: Ends) -> None:
+    """Raise unless each log still has the last event that this process saw of it.
+
+    Raises:
+        StoreReplacedError: one lacks it; the message names the ``store``.
+    """
+    for experiment, (position, known) in ends.items():
+        if holds(tx, experiment, position, known):
+            continue
+        at = head(tx, experiment)
+        # A standby that is read may be behind the one that was read before.
+        if at < position and tx.dialect.name == "postgresql":
+            ((is_standby,),) = tx.fetch_all("SELECT pg_is_in_recovery()", ())
+            if is_standby:
+                continue
+        raise StoreReplacedError(
+            f"{store}: the log of experiment {experiment_name(tx, experiment)!r} has lost its "
+            f"event at position {position}, which was acknowledged to this process; it ends at "
+            f"{at} now. The store was replaced by one that lacks it (a failover, or an older "
+            "backup): end every process of the run, bring that store back, or go on from what is "
+            "there by starting them again"
+        )
 
 
 def end_if_open(tx: Transaction, experiment: int, batches: Iterable[str]) -> Place | None:

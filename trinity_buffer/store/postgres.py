@@ -17,7 +17,7 @@ import socket
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
-from functools import cache
+from functools import cache, partial
 from threading import Event, Timer
 from typing import TYPE_CHECKING, Any, TypeVar
 from uuid import uuid4
@@ -654,17 +654,13 @@ class Server:
         try:
             with driver_errors(driver), cut_after(driver, self._timeout_s):
                 driver.execute(SETTINGS, (str(sqlite.BUSY_TIMEOUT_MS),))
-                rows = [(key, position, head.hex()) for key, (position, head) in self.ends.items()]
-                columns = [list(map(str, column)) for column in zip(*rows, strict=True)]
-                lost = driver.execute(_LOST, columns).fetchall() if rows else []
-                if not lost:
-                    return PostgresTransaction(self._engine, driver)
+                tx = PostgresTransaction(self._engine, driver)
+                if known := dict(self.ends):  # of now: other threads note more
+                    tx.run(partial(log.require_ends, store=self.name, ends=known), _READING)
+                return tx
         except BaseException:
             driver.close()
             raise
-        driver.close()
-        name, position, end = lost[0]
-        raise transaction.event_lost(self.name, name, position, end)
 
 
 SETTINGS = (
@@ -681,16 +677,6 @@ SETTINGS = (
     " FROM current_setting('synchronous_commit') AS found, current_setting('lock_timeout') AS waits"
 )
 """Settings of each new connection; ``$1``: its timeout of locks in milliseconds."""
-_LOST = (
-    "SELECT (SELECT name FROM experiment WHERE id = seen.of), seen.at, "
-    "(SELECT coalesce(max(position), 0) FROM event WHERE experiment = seen.of) "
-    "FROM unnest($1::text[]::bigint[], $2::text[]::bigint[], $3::text[]) AS seen(of, at, head), "
-    "LATERAL (SELECT (SELECT encode(head, 'hex') FROM event "
-    "WHERE experiment = seen.of AND position = seen.at) AS head) AS here "
-    "WHERE here.head IS DISTINCT FROM seen.head "
-    # A standby that is read may be behind the one that was read before.
-    "AND NOT (here.head IS NULL AND pg_is_in_recovery())"
-)
 _ABOUT = (
     "SELECT current_setting('server_version'), current_setting('server_encoding'), "
     "(SELECT setting FROM pg_settings WHERE name = 'lock_timeout')"  # in milliseconds

@@ -341,17 +341,6 @@ def note_ends(ends: Ends, tx: Transaction) -> None:
             ends[experiment] = (position, bytes(head))
 
 
-def event_lost(store: str, experiment: str, position: int, end: int) -> errors.StoreReplacedError:
-    """Return the error of a store whose log ends before an event that was seen in it."""
-    return errors.StoreReplacedError(
-        f"{store}: the log of experiment {experiment!r} has lost its event at position "
-        f"{position}, which was acknowledged to this process; it ends at {end} now. The "
-        "store was replaced by one that lacks it (a failover, or an older backup): end "
-        "every process of the run, bring that store back, or go on from what is there by "
-        "starting them again"
-    )
-
-
 InTransaction: TypeAlias = Callable[Concatenate[Transaction, P], T]
 """A function ``f(tx, ...)`` of the store."""
 

@@ -172,10 +172,8 @@ def _infos(batch: RecordBatch, _schema: str) -> Problem | None:
         problem = None if spans is None else problem_of_segments(spans, prompt, size)
         if problem is not None:
             return f"info[{SEGMENTS!r}]", f"info[{SEGMENTS!r}] {problem}"
-    for reason in reasons:
-        problem = None if not reason else problem_of_text(reason)
-        if problem is not None:
-            return "info['finish_reason']", f"info['finish_reason'] {problem}"
+    for problem in filter(None, map(problem_of_text, filter(None, reasons))):
+        return "info['finish_reason']", f"info['finish_reason'] {problem}"
     return None
 
 
@@ -223,8 +221,7 @@ def _responses(batch: RecordBatch, schema: str) -> Problem | None:
         return "prompt_length", f"prompt_length {what}"
     ends = zip(responses, batch.values["truncate_status"], strict=True)
     if 0 in responses and any(not length and end != "prompt_truncated" for length, end in ends):
-        what = f"holds {size} tokens of prompt and no response: give at least one"
-        return "tokens", f"tokens {what}"
+        return "tokens", f"tokens holds {size} tokens of prompt and no response: give at least one"
     for field in filter(batch.sizes.__contains__, ("action_mask", *PER_TOKEN)):
         numbers = batch.sizes[field]
         pairs = zip(numbers, responses, strict=True)
@@ -233,8 +230,7 @@ def _responses(batch: RecordBatch, schema: str) -> Problem | None:
             why = (
                 f" ({size} tokens - prompt_length {prompt})" if is_mask else ": one per token of it"
             )
-            what = f"has {numbers[0]} elements, the response has {response}{why}"
-            return field, f"{field} {what}"
+            return field, f"{field} has {numbers[0]} elements, the response has {response}{why}"
     return None
 
 
@@ -243,8 +239,7 @@ def _numbers(batch: RecordBatch, schema: str) -> Problem | None:
     columns = batch.columns
     for column in chain.from_iterable(columns[field] for field in SCHEMAS[schema]):
         if DTYPES[column.dtype].kind == "i" and column.elements.min() < 0:
-            what = "holds negative numbers: these are no token ids"
-            return column.field, f"{column.field} {what}"
+            return column.field, f"{column.field} holds negative numbers: these are no token ids"
     for column in columns["action_mask"] if schema != "dpo" else ():
         if column.dtype == "bool":
             continue
