@@ -14,6 +14,7 @@ from tests.contract.making import living, opened
 from tests.explorer.test_exploring import SMALL, TASKS, Rollouts, answer, experience, runs, sealed
 from tests.handles import Experiment
 from tests.raw_store import note_presence, sql, this_host
+from trinity_buffer.store import counts
 
 WHOLE = {"epoch0-0": 4, "epoch0-1": 4, "epoch0-2": 2}
 
@@ -143,3 +144,17 @@ async def test_what_was_taken_over_is_said_to_be_alive_until_its_maker_ends(stor
             assert await second.take_over() == []
             group.cancel_scope.cancel()
         assert await second.take_over() == ["epoch0-0"]
+
+
+async def test_however_many_batches_the_dead_left_none_counts_and_all_are_taken_over(
+    store_url: str,
+) -> None:
+    number = counts.BATCHES_LOOKED_AT + 6
+    async with opened(store_url) as experiment:
+        for batch in range(number):
+            await experiment.writer(f"pod-{batch}").plan(f"b{batch}", [0], 1)
+        await experiment.database.write(sql("DELETE FROM presence"))
+        async with opened(store_url, max_queued_groups=4) as bounded:
+            with anyio.fail_after(60):
+                assert await bounded.writer("e0").plan("new", [0], 1)
+        assert len(await experiment.writer("e1").take_over()) == number

@@ -206,10 +206,16 @@ class OpenBatch(NamedTuple):
     planned_at: int
 
 
-def open_batches(tx: Transaction, experiment: int) -> list[OpenBatch]:
-    """Return the oldest batches that are planned and not sealed."""
-    rows = _OPEN_BATCHES.fetch_all(tx, of=experiment, most=BATCHES_LOOKED_AT)
+def open_batches(
+    tx: Transaction, experiment: int, most: int = BATCHES_LOOKED_AT
+) -> list[OpenBatch]:
+    """Return the oldest batches that are planned and not sealed, up to ``most``."""
+    rows = _OPEN_BATCHES.fetch_all(tx, of=experiment, most=most)
     return list(map(OpenBatch._make, rows))
+
+
+ALL = 1 << 31
+"""For a question that has to know of every batch."""
 
 
 _OPEN_BATCHES = Statement(

@@ -193,7 +193,7 @@ def of_admission(tx: Transaction, experiment: int, trainer: str) -> str:
 def abandoned_groups(tx: Transaction, experiment: int) -> int:
     """Return the number of planned groups whose missing runs will never come: the actor is gone."""
     around = RunSnapshot.of(tx, experiment)
-    batches = counts.open_batches(tx, experiment)
+    batches = counts.open_batches(tx, experiment, counts.ALL)
     # A plan and its first heartbeat are one transaction, so absence means that it ended.
     gone = [batch.key for batch in batches if around.who("explorer", batch.actor) is None]
     rows = writer_queries.batches(tx, experiment, gone).values() if gone else ()

@@ -382,7 +382,7 @@ def take_over(
 
     gone = [
         batch
-        for batch in counts.open_batches(tx, experiment)
+        for batch in counts.open_batches(tx, experiment, counts.ALL)
         if batches is None or batch.key in batches
         if not is_there(batch.actor)
     ]
