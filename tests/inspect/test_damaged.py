@@ -27,7 +27,7 @@ from trinity_buffer.inspector.table import record_batches
 from trinity_buffer.store.tables import event, segment
 from trinity_buffer.web.app import inspector
 
-HOW = ["changed", "gone", "event"]
+HOW = ["changed", "gone", "event", "deleted"]
 DAMAGED = [f"b0/0/{run}/0/" for run in range(RUNS)]
 
 
@@ -42,6 +42,8 @@ def damaged_store(url: str, folder: Path, kind: str, how: str) -> int:
         own = segment.c.key == decode_body(kind, row.body)["segment"]
         if how == "event":
             tx.execute(update(event).where(event.c.position == row.position).values(body=b"\xc1"))
+        elif how == "deleted":
+            tx.execute(delete(event).where(event.c.position == row.position))
         elif how == "gone":
             tx.execute(delete(segment).where(own))
         else:
@@ -83,7 +85,9 @@ def test_search_and_export_go_on_behind_what_is_damaged(
     assert [row["uid"] for row in found if row["damaged"]] == DAMAGED
     for row in found:
         assert (row["tokens"] is None) == (row["response_text"] is None) == bool(row["damaged"])
-        assert (row["recorded_at"] is None) == (bool(row["damaged"]) and how == "event")
+        assert (row["recorded_at"] is None) == (
+            bool(row["damaged"]) and how in ("event", "deleted")
+        )
     assert [row["reward"] for row in found[:RUNS]] == [0.0, 1.0, 0.0, 1.0]
 
 
@@ -208,6 +212,25 @@ async def test_a_step_whose_event_was_deleted_names_the_position(
         for ask in (partial(blame, step=2), steps, partial(why, uid=contents.rows[0].uid)):
             with pytest.raises(CodecError, match=f"no event at position {position}, .*verify"):
                 await ask(source)
+
+
+async def test_a_commit_of_another_kind_is_named_and_a_lost_row_of_a_step(
+    sqlite_url: str, tmp_path: Path
+) -> None:
+    sample = await record_sample_run(sqlite_url, tmp_path / "run")
+    async with tb.open_store(sqlite_url) as store:
+        contents = await blame(now(await store.experiment(sample.name)), 2)
+    position, uid = contents.line.committed_at, contents.rows[0].uid
+    change = "UPDATE event SET kind = 'Unheard' WHERE position = :at"
+    await unguarded(sqlite_url, sql(change, at=position))
+    async with tb.open_store(sqlite_url) as store:
+        source = now(await store.experiment(sample.name))
+        with pytest.raises(CodecError, match=f"position {position}: it is a Unheard, not a "):
+            await steps(source)
+        await store.database.write(sql("DELETE FROM step WHERE step = 2"))
+        answer = await why(source, uid)
+    told = " ".join(reason.what for reason in answer.reasons)
+    assert "the row of its step 2 is lost: `trinity-buffer rebuild`" in told
 
 
 async def test_a_commit_that_is_damaged_costs_groups_and_an_export_nothing(

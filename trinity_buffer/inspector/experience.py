@@ -33,7 +33,7 @@ from trinity_buffer.identity import FAMILIES, parse_uid
 from trinity_buffer.inspector.fates import Fate, StepView, fates
 from trinity_buffer.inspector.source import Source, now
 from trinity_buffer.limits import sizes
-from trinity_buffer.pipeline.handle import Event, decoded
+from trinity_buffer.pipeline.handle import Event, decoded, require_positions
 from trinity_buffer.pipeline.load.reading import StoredSegments, read_segments
 from trinity_buffer.pipeline.store import Experiment
 from trinity_buffer.pipeline.verify.projections import Progress, no_progress
@@ -137,18 +137,20 @@ async def readable_events(
 
     def read(s: ReadSession) -> None:
         events: list[tuple[Event, WithSegment]] = []
-        for stored in s.read(log.read_at, experiment.key, wanted):
+        stored = {at.position: at for at in s.read(log.read_at, experiment.key, wanted)}
+        for position in wanted:
             try:
-                event = decoded(experiment.name, stored)
+                require_positions(experiment.name, [position], stored)
+                event = decoded(experiment.name, stored[position])
             except errors.CodecError as error:
-                damaged[stored.position] = error
+                damaged[position] = error
                 continue
             if isinstance(event.fact, WithSegment):
                 events.append((event, event.fact))
             else:  # its kind was changed
-                where = f"the event at position {stored.position}"
+                where = f"the event at position {position}"
                 wrong = errors.CodecError(f"{where} records no rows; run `trinity-buffer verify`")
-                damaged[stored.position] = wrong
+                damaged[position] = wrong
         keys = sorted({fact.segment for _, fact in events})
         stored_segments = read_segments(s, keys, families)
         for event, fact in events:

@@ -340,7 +340,10 @@ def _of_a_step(tx: Transaction, source: Source, note: int, step: StepView) -> _R
         yield None, f"{trainer} {state} in step {step.step}, {where}"
     else:
         row = trainer_queries.step_at(tx, source.key, step.trainer, step.step)
-        assert row is not None  # its rows were delivered
+        if row is None:
+            what = f"{trainer} the row of its step {step.step} is lost"
+            yield None, f"{what}: `trinity-buffer rebuild` makes it again"
+            return
         if row.committed_at is not None:
             committed = log.recorded_at(tx, source.key, [row.committed_at])
             require_positions(source.name, [row.committed_at], committed)

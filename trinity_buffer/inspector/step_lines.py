@@ -18,7 +18,7 @@ from trinity_buffer.events import BatchLeased, StepsCommitted, TrainerRewound, k
 from trinity_buffer.inspector import experience
 from trinity_buffer.inspector.experience import Measured, Numbers, experiments_of
 from trinity_buffer.inspector.source import Source
-from trinity_buffer.pipeline.handle import decoded, require_positions
+from trinity_buffer.pipeline.handle import decoded, fact_of, require_positions
 from trinity_buffer.pipeline.load.reading import rewards_by_run
 from trinity_buffer.pipeline.manifest import plans_of
 from trinity_buffer.store import inspection, log, trainer_queries, writer_queries
@@ -215,16 +215,15 @@ async def _steps(source: Source, trainer: str, rows: Sequence[StepRow]) -> list[
         numbers, slots = own
         versions, groups = numbers["policy_version"], _groups(lease, slots)
         lags = row.step - 1 - versions[versions != NO_VERSION]
-        commit, metrics, state = None, dict[str, Any](), "leased"
+        commit: StepsCommitted | None = None
+        metrics, state = dict[str, Any](), "leased"
         if row.committed_at is not None:
             # Clocks of two machines may differ: a negative time is shown as unknown.
             # A rewind in between handed it out again: there is no lease of that.
             span = range(row.leased_at, row.committed_at)
             again = [when for at, when in rewinds.items() if at in span]
             seconds = commits[row.committed_at].recorded_at - [recorded_at, *again][-1]
-            fact = commits[row.committed_at].fact
-            assert isinstance(fact, StepsCommitted)  # of which the step says so
-            commit = fact
+            commit = fact_of(commits[row.committed_at], StepsCommitted)
             state = "skipped" if row.step in commit.skipped_steps else "committed"
             # A commit of several steps has the metrics of the last one.
             metrics = dict(commit.metrics) if commit.steps[-1] == row.step else {}

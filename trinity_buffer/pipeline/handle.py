@@ -91,9 +91,14 @@ def fact_at(experiment: str, stored: StoredEvent, kind: type[T]) -> T:
     Raises:
         CodecError: the body is damaged, of a newer version, or the event is of another kind.
     """
-    if not isinstance(fact := decoded(experiment, stored).fact, kind):
-        place = f"experiment {experiment!r}, the event at position {stored.position}"
-        raise CodecError(f"{place}: it is a {stored.kind}, not a {kind.__name__}: run `verify`")
+    return fact_of(decoded(experiment, stored), kind)
+
+
+def fact_of(event: Event, kind: type[T]) -> T:
+    """Return the fact of an event, which must be of ``kind``, else CodecError is raised."""
+    if not isinstance(fact := event.fact, kind):
+        place = f"experiment {event.experiment!r}, the event at position {event.position}"
+        raise CodecError(f"{place}: it is a {event.kind}, not a {kind.__name__}: run `verify`")
     return fact
 
 

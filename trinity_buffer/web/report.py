@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from trinity_buffer import inspector
-from trinity_buffer.errors import DamagedSegmentError, UnknownNameError
+from trinity_buffer.errors import CodecError, DamagedSegmentError, UnknownNameError
 from trinity_buffer.inspector.doctor import examine
 from trinity_buffer.inspector.overviews import overview_of
 from trinity_buffer.inspector.source import Source, now
@@ -71,7 +71,7 @@ async def _last_step(source: Source, lines: Sequence[inspector.StepLine]) -> Sha
     try:
         contents = await inspector.blame(source, committed[-1].step, trainer=committed[-1].trainer)
     # The rest of the report is worth having without the last step.
-    except DamagedSegmentError:
+    except (CodecError, DamagedSegmentError):
         return None
     own = [row for row in contents.rows if not row.experiment and row.uid]
     heaviest = sorted(own, key=ROW_ORDERS["abs-advantage"])[:ROWS]
@@ -83,6 +83,6 @@ async def _last_step(source: Source, lines: Sequence[inspector.StepLine]) -> Sha
 async def _text(source: Source, row: TrainedRow) -> str:
     try:
         objects = (await inspector.show(source, row.uid)).objects
-    except (UnknownNameError, DamagedSegmentError) as error:
+    except (UnknownNameError, CodecError, DamagedSegmentError) as error:
         return str(error)
     return cut(objects.get("response_text") or "", TEXT)
