@@ -116,6 +116,17 @@ async def test_nothing_is_acknowledged_behind_a_backup_that_is_restored_into_the
         assert (await experiment.writer("e0").write(group(task=3))).written == 4
 
 
+async def test_a_backup_that_is_older_than_its_experiment_names_no_other_one(file: Path) -> None:
+    backup = file.with_name("backup.db")
+    async with open_store(str(file)) as store:
+        with closing(dbapi2.connect(str(file))) as own, closing(dbapi2.connect(str(backup))) as old:
+            own.backup(old)
+            experiment = await store.experiment("run", config={})
+            old.backup(own)
+        with pytest.raises(StoreReplacedError, match="log of experiment 1 has lost its event at"):
+            await experiment.writer("e0").write(group())
+
+
 async def test_a_link_that_leads_elsewhere_is_another_file(file: Path) -> None:
     link = file.with_name("link.db")
     link.symlink_to(file)
