@@ -190,7 +190,7 @@ def optimizer_settings(optimizer: Any, resumed_from: Mapping[str, Any]) -> dict[
     for group in getattr(optimizer, "param_groups", ()):
         # A schedule changes the rate, and keeps the one that it began with.
         passed_over = {"params", "param_names", *(["lr"] if "initial_lr" in group else [])}
-        for name in group.keys() - passed_over:
+        for name in [name for name in group if name not in passed_over]:
             value = [*group[name]] if isinstance(group[name], tuple) else group[name]
             values = settings.setdefault(f"optimizer.{name}", [])
             if value not in values:
