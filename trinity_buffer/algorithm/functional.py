@@ -276,9 +276,9 @@ def _sequences(weights: Tensor, layout: BatchLayout | None, *, active: bool) -> 
 
 
 # ------------------------------------------------------------------------------ ratios and clipping
-def log_ratio(logprob: Tensor, old_logprob: Tensor, limit: float = LOG_RATIO_LIMIT) -> Tensor:
-    """Return ``logprob - old_logprob`` cut to ± ``limit``; beyond it the gradient is 0."""
-    return (wide(logprob) - wide(old_logprob)).clamp(-limit, limit)
+def log_ratio(logprob: Tensor, old_logprob: Tensor) -> Tensor:
+    """Return ``logprob - old_logprob`` cut to ± `LOG_RATIO_LIMIT`; beyond it the gradient is 0."""
+    return (wide(logprob) - wide(old_logprob)).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
 
 
 def bounded_exp(values: Tensor) -> Tensor:

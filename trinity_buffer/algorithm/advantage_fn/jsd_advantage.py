@@ -12,11 +12,9 @@ from typing_extensions import override
 
 from trinity_buffer.algorithm.advantage_fn.advantage_fn import ADVANTAGE_FN, TrainerAdvantage
 from trinity_buffer.algorithm.advantage_fn.rows import Result, Rows
-from trinity_buffer.algorithm.advantage_fn.token_scores import row_statistics, row_sums
+from trinity_buffer.algorithm.advantage_fn.token_scores import row_statistics
 from trinity_buffer.algorithm.arguments import POSITIVE, SHARE, checked, configured
-
-LOG_RATIO_LIMIT = 20.0
-"""Log-ratios are cut here before ``exp``: e^20 is far beyond any useful weight, and finite."""
+from trinity_buffer.algorithm.functional import LOG_RATIO_LIMIT
 
 
 def log_mixture(student: Tensor, teacher: Tensor, weight: float) -> Tensor:
@@ -101,5 +99,5 @@ class JSDAdvantage(TrainerAdvantage):
         gradient, divergence = formula(student, teacher, float(self.lambda_coef))
         advantages = (self.kl_coef * gradient).where(rows.mask, 0.0)
         metrics = row_statistics("jsd", divergence, rows)
-        metrics["advantages/mean"] = row_sums(advantages, rows.mask).mean()
+        metrics["advantages/mean"] = advantages.sum(-1).mean()
         return Result(advantages, advantages.clone(), metrics)

@@ -6,7 +6,7 @@ from typing_extensions import override
 
 from trinity_buffer.algorithm.advantage_fn.advantage_fn import ADVANTAGE_FN, TrainerAdvantage
 from trinity_buffer.algorithm.advantage_fn.rows import Result, Rows
-from trinity_buffer.algorithm.advantage_fn.token_scores import row_statistics, row_sums
+from trinity_buffer.algorithm.advantage_fn.token_scores import row_statistics
 from trinity_buffer.algorithm.arguments import configured
 
 
@@ -33,5 +33,5 @@ class OnPolicyDistillAdvantage(TrainerAdvantage):
         gap = rows["teacher_logprob"] - rows["old_logprob"]
         advantages = self.kl_coef * gap
         metrics = row_statistics("kl", -gap, rows)
-        metrics["advantages/mean"] = row_sums(advantages, rows.mask).mean()
+        metrics["advantages/mean"] = advantages.sum(-1).mean()
         return Result(advantages, advantages.clone(), metrics)

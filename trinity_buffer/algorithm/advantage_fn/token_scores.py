@@ -75,14 +75,9 @@ def largest(values: Tensor, number: int, rows: Rows) -> Tensor:
     return ordered >= low
 
 
-def row_sums(values: Tensor, mask: Tensor) -> Tensor:
-    """Return the sum over each row's action tokens, shape ``(B,)``."""
-    return values.where(mask, 0.0).sum(-1)
-
-
 def row_statistics(name: str, values: Tensor, rows: Rows) -> dict[str, Tensor]:
-    """Return mean and deviation of `row_sums` over the rows of all ranks, under ``name/``."""
-    sums = row_sums(values, rows.mask)
+    """Return mean and deviation of the sums of action tokens, over the rows of all ranks."""
+    sums = values.where(rows.mask, 0.0).sum(-1)
     _, mean, variance = rows.moments(sums, torch.ones_like(sums, dtype=torch.bool), ddof=1)
     return {f"{name}/mean": mean, f"{name}/std": variance.sqrt()}
 

@@ -33,12 +33,9 @@ class GSPOLossFn(ClippedLossFn):
     tuned = {"clip_range_low": 3e-4, "clip_range_high": 4e-4}
     row_metrics = ("ppo_kl_seq",)
 
-    loss_agg_mode: str | None = field(default="seq-mean-token-mean", kw_only=True)
+    usual_mode = "seq-mean-token-mean"
 
-    @override
-    def __post_init__(self) -> None:
-        self.loss_agg_mode = functional.aggregation_mode(self.loss_agg_mode, "seq-mean-token-mean")
-        super().__post_init__()
+    loss_agg_mode: str | None = field(default=usual_mode, kw_only=True)
 
     @override
     def terms(self, tokens: Tokens) -> tuple[Tensor, Metrics]:

@@ -207,17 +207,19 @@ class AggregatedLossFn(PolicyLossFn):
 
     Attributes:
         loss_name: name of the loss among the metrics.
+        usual_mode: how it is aggregated where ``loss_agg_mode`` is None.
         mode: how it is aggregated.
     """
 
     loss_name: ClassVar[str] = "pg_loss"
+    usual_mode: ClassVar[str] = "token-mean"
 
     loss_agg_mode: str | None = field(default="token-mean", kw_only=True)
 
     @override
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.mode = functional.aggregation_mode(self.loss_agg_mode)
+        self.mode = functional.aggregation_mode(self.loss_agg_mode, self.usual_mode)
 
     def aggregated(
         self,
