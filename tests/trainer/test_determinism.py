@@ -565,7 +565,8 @@ def test_a_replay_with_another_optimizer_of_ones_own_names_what_differs(
     # As each group has them: in the order of a set, no two processes would write the same bytes.
     own = [f"optimizer.{name}" for name in torch.optim.SGD(policy().parameters()).defaults]
     assert [name for name in first if "optimizer." in name] == own
-    assert differences({n: value for n, value in first.items() if "optimizer" not in n}, first) == {}
+    old = {name: value for name, value in first.items() if "optimizer" not in name}
+    assert differences(old, first) == {}
 
 
 class SecondOfTwo(Processes):

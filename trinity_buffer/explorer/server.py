@@ -238,12 +238,9 @@ def _passed(response: Any) -> tuple[int, Any, dict[str, str]]:
     after = response.headers.get("retry-after")
     headers = {} if after is None else {"retry-after": after}
     try:
-        answer = _json_of(response)
-    except InferenceServerError:
-        if not response.is_error:
-            raise
-        refusal = _refusal(str(response.url), response.status_code, response.text)
-        answer = {"error": {"message": str(refusal)}}  # of a proxy before it, say
+        answer = response.json() if response.is_error else _json_of(response)
+    except ValueError:  # of a proxy before it, say
+        answer = {"error": {"message": f"{response.status_code} {response.text[:300]}"}}
     return response.status_code, answer, headers
 
 
