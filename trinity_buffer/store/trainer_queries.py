@@ -96,16 +96,17 @@ _SPENT = Statement(
 )
 
 
+_ALL = (1 << 63) - 1
+
+
 def steps(
-    tx: Transaction, experiment: int, name: str, *, after: int = 0, limit: int = -1
+    tx: Transaction, experiment: int, name: str, *, after: int = 0, limit: int = _ALL
 ) -> list[store_rows.StepRow]:
     """Return the steps of a trainer above ``after``, in order."""
-    most = limit if limit >= 0 else _ALL
-    rows = _STEPS.fetch_all(tx, of=experiment, by=name, after=after, most=most)
+    rows = _STEPS.fetch_all(tx, of=experiment, by=name, after=after, most=limit)
     return list(map(store_rows.read_step, rows))
 
 
-_ALL = (1 << 63) - 1
 _OF_TRAINER = "FROM step WHERE experiment = :of AND consumer = :by"
 _STEPS = Statement(
     f"SELECT {store_rows.STEP_COLUMNS} {_OF_TRAINER} AND step > :after ORDER BY step LIMIT :most"
@@ -148,7 +149,7 @@ _EMPTY = Statement(f'SELECT count(*) {_OF_TRAINER} AND "rows" = 0')
 
 
 def steps_from_link(
-    tx: Transaction, experiment: int, name: str, before: int, *, limit: int = -1
+    tx: Transaction, experiment: int, name: str, before: int, *, limit: int = _ALL
 ) -> list[store_rows.StepRow]:
     """Return the steps from the last one up to ``before`` whose link of the chain is recorded.
 

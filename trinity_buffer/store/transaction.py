@@ -92,9 +92,9 @@ def _translate(error: Exception, name: str) -> Exception:
     cause = " ".join(str(getattr(error, "orig", error)).split())
     if isinstance(error, (IntegrityError, dbapi2.IntegrityError)):
         return TakenKeyError(f"{name}: {cause}")
-    state = str(getattr(getattr(error, "orig", None), "sqlstate", None))
-    lowered = f"{cause} {_STATES.get(state, '')}".rstrip().lower()
-    if lowered.endswith("integer out of range"):
+    # A server's words are those of its language, its SQLSTATE is not.
+    lowered = f"{cause} ({getattr(getattr(error, 'orig', None), 'sqlstate', '')})".lower()
+    if lowered.endswith("(22003)"):
         return errors.InvalidArgumentError(f"{name}: {_TOO_LARGE} ({cause})")
     for words, kind, what in _MEANINGS:
         if any(word in lowered for word in words):
@@ -102,24 +102,16 @@ def _translate(error: Exception, name: str) -> Exception:
     return errors.StoreError(f"{name}: {cause}")
 
 
-_STATES = {
-    "22003": "integer out of range",
-    "25006": "read-only transaction",
-    "53100": "disk full",
-    "55P03": "due to lock timeout",
-}
-"""SQLSTATE -> words that stand for it below: a server may speak another language."""
-
 _TOO_LARGE = "a number is larger than a store can hold"
 _MEANINGS: tuple[tuple[tuple[str, ...], type[errors.StoreError], str], ...] = (
     (
-        ("database is locked", "database is busy", "due to lock timeout"),
+        ("database is locked", "database is busy", "(55p03)"),
         errors.StoreBusyError,
         "{name}: another process held the database for over {busy_s} s; "
         "`trinity-buffer stats` shows what is at work",
     ),
     (
-        ("readonly database", "read-only transaction"),
+        ("readonly database", "(25006)"),
         errors.ReadOnlyStoreError,
         "{name} cannot be written: {cause}",
     ),
@@ -134,7 +126,7 @@ _MEANINGS: tuple[tuple[tuple[str, ...], type[errors.StoreError], str], ...] = (
         "{name} " + POOLED + " ({cause})",
     ),
     (
-        ("no space left", "disk is full", "disk full"),
+        ("no space left", "disk is full", "(53100)"),
         errors.StoreError,
         "{name}: the disk is full; nothing of this transaction was written",
     ),
