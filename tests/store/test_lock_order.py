@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 
 import anyio
 import psycopg
@@ -11,7 +12,8 @@ import psycopg
 from tests.raw_store import new_event
 from trinity_buffer import open_store
 from trinity_buffer.events import StreamEnded
-from trinity_buffer.pipeline.coordination.lease import hold_lease
+from trinity_buffer.pipeline.coordination.lease import StrategyLease, hold_lease
+from trinity_buffer.store.leases import holder
 
 LOCK = "SELECT pg_advisory_lock(7, %s)"
 WAITING = "SELECT count(*) FROM pg_locks WHERE locktype = 'advisory' AND NOT granted"
@@ -59,3 +61,22 @@ async def test_trainers_that_mix_in_each_other_take_their_locks_in_one_order(
                 )
         for experiment in (one, other):
             assert [e.kind async for e in experiment.events()][-1] == "StreamEnded"
+
+
+async def test_a_lease_that_was_cancelled_as_it_was_taken_is_given_back(
+    postgres_store_url: str,
+) -> None:
+    async with connected(postgres_store_url) as server, open_store(postgres_store_url) as store:
+        experiment = await store.experiment("run", config={})
+        lease = StrategyLease(store.database, experiment.key, "grpo")
+        await server.execute(LOCK, (experiment.key,))
+        asking = asyncio.ensure_future(lease.ask())
+        await until_waiting(server, 1)
+        asking.cancel()  # its transaction goes on
+        with suppress(asyncio.CancelledError):
+            await asking
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(lease.release)
+            await until_waiting(server, 2)
+            await server.execute("SELECT pg_advisory_unlock(7, %s)", (experiment.key,))
+        assert await store.database.read(holder, experiment.key, "grpo") is None

@@ -249,7 +249,7 @@ class ConnectionPool:
     ) -> T:
         """Return ``work(session)``, in the thread of a connection; one at a time ``writes``.
 
-        Once it has begun, a cancellation waits for its end.
+        Once begun, it goes on to its end (`Database.session`).
         """
         async with self._write_lock if writes else nullcontext():
             with anyio.CancelScope(shield=True):
@@ -350,15 +350,15 @@ class Database:
     async def read(self, f: InTransaction[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
         """Return ``f(tx, ...)`` of a transaction that sees one state and changes nothing.
 
-        It is shielded: a cancellation takes effect after it. So ``f`` must be short, well below a
-        second, and wait for nothing but ``tx``.
+        Once begun, it goes on to its end (`session`). So ``f`` must be short, well below a second,
+        and wait for nothing but ``tx``.
         """
         return await self.session(lambda s: s.read(f, *args, **kwargs), writes=False)
 
     async def write(self, f: InTransaction[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
         """Return ``f(tx, ...)`` of the one writing transaction, which has committed.
 
-        It is shielded, as in `read`; ``f`` must compute nothing. It rolls back on an error.
+        It goes on to its end, as in `read`; ``f`` must compute nothing. It rolls back on an error.
 
         Raises:
             TakenKeyError: a unique key is taken.
@@ -386,8 +386,9 @@ class Database:
         """Return ``work(session)``: short transactions, and what is computed between them.
 
         It runs as a whole in the thread of a connection: going there and back once costs less than
-        doing so for each transaction. On SQLite no other task of this process writes as long as it
-        runs.
+        doing so for each transaction. Where its caller is cancelled it goes on to its end: a
+        cancellation of a scope waits for that, one by `asyncio.Task.cancel` does not. On SQLite no
+        other task of this process writes as long as it runs.
 
         Args:
             work: is run once.

@@ -125,6 +125,8 @@ def require(
 
 def release(tx: Transaction, experiment: int, name: str, *, owner: str) -> None:
     """Give the lease back, if ``owner`` still holds it: another process may take it at once."""
+    # Behind a `take` of the same owner that was cancelled, and goes on in its thread all the same.
+    tx.lock(experiment)
     _RELEASE.execute_later(tx, of=experiment, by=name, owner=owner)
     tx.announce()
 

@@ -83,7 +83,7 @@ def append(
         rows.append((experiment, *event_says, last.head))
         facts.append(PlacedFact(last.position, actor, new.fact))
     # Announced at the commit. Where a server does not answer that, `PostgresConnection.run` looks
-    # for this place before it writes again.
+    # for this place before it writes again; if it is there, the caller gets the first answer.
     tx.appended[experiment] = last
     tx.insert_many(event, rows)
     fold.fold_all(tx, experiment, facts)

@@ -544,7 +544,7 @@ class Server:
     ) -> T:
         """Return ``work(session)``, in a thread, with a connection of its own.
 
-        Once it has begun, a cancellation waits for its end.
+        Once begun, it goes on to its end (`Database.session`).
         """
 
         def lent() -> T:

@@ -2,8 +2,8 @@
 
 A unit is what a strategy decides at once, a group or several. It is ready once its runs are stored
 (as many as planned, else ``rollouts_per_group``), its batch is sealed or its time is over
-(`grouping`). Of a whole batch without a plan more groups may come: it waits for its seal, or its
-time.
+(`grouping`), counted from what the log recorded: a restart does not begin it anew. Of a whole batch
+without a plan more groups may come: it waits for its seal, or its time.
 
 What is decided, its annotations and the cursor are one transaction. After a crash before it, the
 next process reads the same rows, with what their groups got since, and calls the strategy again:
@@ -342,7 +342,8 @@ class StrategyConsumer:
             await self._presence.seen()
             state = await database.changes.state()
             if self._reader.due_us < math.inf:
-                # Before the page is read that then closes the groups of these batches.
+                # Before the page is read that then closes the groups of these batches. It needs no
+                # lease, since a batch is sealed only once, and finds out whether this set may.
                 await self._reader.seal_overdue()
             try:
                 page = partial(self._read_page, live=follow)
@@ -413,8 +414,8 @@ class StrategyConsumer:
             undecided units, one list per commit.
         """
         read = self._reader.read(s)
-        # Units without rows first: only the commit that moves the cursor past them records that
-        # they are decided.
+        # Units without rows (nothing came, or all was refused) first: only the commit that moves
+        # the cursor past them records that they are decided.
         ready = self._reader.grouping.take_ready(self._reader.clock_us)
         units = sorted(ready, key=lambda unit: any(group.members for group in unit))
         in_step = live and not self._reader.behind
@@ -461,6 +462,7 @@ class StrategyConsumer:
             return False
         events = {at: e for at, e in recorded.items() if isinstance(e, ExperiencesRecorded)}
         # Rewards are in the event, but rows without tensors have to be rejected one by one.
+        # Archived rows go the long way too, which reads their file.
         keys = [event.segment for event in events.values() if event.scorable]
         if len(keys) < len(events) or s.read(segments.archived_at, keys):
             return False

@@ -235,7 +235,8 @@ class StrategyLease(Lease):
     def standing(self, tx: Transaction) -> leases.Standing:
         if self.alone:
             return leases.Standing(0, None)
-        # By its owner: its token is in no event, so that who had it since may have left no trace.
+        # By its owner: its token is in no event, so that who had it since may have left no trace. A
+        # row that is gone counts as lost, unlike a trainer's.
         return leases.require(tx, *self.of, owner=self.owner)
 
     def holder_text(self) -> str:

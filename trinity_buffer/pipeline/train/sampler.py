@@ -353,7 +353,8 @@ class StepSampler:
         plan = self._sampling.plan(step, self._options.groups_per_step)
         wanted = [plan.usual, plan.expert][: len(self._ready)]
         here = [ready.fill(s, number) for ready, number in zip(self._ready, wanted, strict=True)]
-        # An expert's rows have no policy version and never become stale.
+        # By the number of the step: step n begins with version n - 1, published or not. An expert's
+        # rows have no policy version and never become stale.
         oldest = plan.min_policy_version
         while oldest > 0 and (stale := self._ready[0].pop_stale(oldest)):
             lease = self._unplanned(step, stale)

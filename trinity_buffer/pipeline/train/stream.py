@@ -502,6 +502,7 @@ class LeadingStream(TrainStream):
         name, steps = self.options.consumer, [of.manifest.step for of in delivered]
         rows = [[of.rows] for of in delivered]
         if self.options.world_size > 1:
+            # Raises if a rank is gone or started again; one that lives is waited for without end.
             rows = await self._ranks.all_parts(delivered, self.lease)
         checkpoint, published, skipped = request.checkpoint, request.policy, request.skipped
         known = dict(request.digests)  # checkpoint and policy may share files
@@ -525,6 +526,7 @@ class LeadingStream(TrainStream):
             largest_rows=[list(uids) for uids in skipped.values()],
         )
         events, segments = [new_event(committed)], self._database.segments
+        # The checkpoint itself, unless the caller named other weights, or none.
         if published is not None and digests[1] is not None:
             policy = PolicyPublished(number=step.step, uri=str(published), digest=digests[1])
             events.append(new_event(policy))
@@ -536,8 +538,8 @@ class LeadingStream(TrainStream):
 
         def append(tx: Transaction) -> None:
             segments.attach(tx, segment_rows)
-            # Raises if a commit of ours that was cancelled went through all the same: a transaction
-            # that has begun ends, and then `_committed` is behind the log.
+            # Raises if a commit of ours went through although asyncio had cancelled it: its thread
+            # goes on, and then `_committed` is behind the log.
             self.lease.append(tx, events, committed=steps[0] - 1)
 
         await self._database.write(append)
@@ -598,7 +600,8 @@ class FollowingStream(TrainStream):
                     self._next_step = row.step + 1
                     self.queue.put(step)
                 if not leased:
-                    # Raises if rank 0 is gone or started again; else a commit finds out.
+                    # Raises if rank 0 is gone or started again; that another rank did, only rank 0
+                    # finds out, at its commit.
                     await self._ranks.wait_for_news(state)
 
     @override

@@ -4,7 +4,7 @@ Calls that wait together share a transaction, and each gets its own result. Call
 share an event, as long as all their rows are valid.
 
 Durable: committed, which outlives a kill -9 of any process. On SQLite it outlives a power loss too
-where the store was opened with ``durability="full"``.
+where the store was opened with ``durability="full"``, which is not the default.
 """
 
 from __future__ import annotations
