@@ -109,8 +109,7 @@ def fates(tx: Transaction, experiment: int, rows: Sequence[ExperienceRow]) -> di
     notes: dict[tuple[str, int], dict[int, list[StepView]]] = defaultdict(dict)
     for name, address, note in annotated:
         notes[name, address][note] = steps[note]
-    names = [strategy.name for strategy in strategies]
-    rejections = inspection.rejections(tx, experiment, names, addresses)
+    rejections = inspection.rejections(tx, experiment, [s.name for s in strategies], addresses)
     rejected = {(row.consumer, row.address): row for row in rejections}
     # An expert's set is read by trainers of other experiments, whose configurations are not here.
     read = {EXPERTS_SET, *(row.config.get("strategy") for row in trainers.values())}
@@ -341,8 +340,7 @@ def _of_a_step(tx: Transaction, source: Source, note: int, step: StepView) -> _R
     else:
         row = trainer_queries.step_at(tx, source.key, step.trainer, step.step)
         if row is None:
-            what = f"{trainer} the row of its step {step.step} is lost"
-            yield None, f"{what}: `trinity-buffer rebuild` makes it again"
+            yield None, f"{trainer} step {step.step} lost its row: `trinity-buffer rebuild`"
             return
         if row.committed_at is not None:
             committed = log.recorded_at(tx, source.key, [row.committed_at])

@@ -54,8 +54,7 @@ class Source:
 
     async def leases(self, positions: Sequence[int]) -> dict[int, BatchLeased]:
         """Return position -> manifest, where steps say that they were handed out."""
-        wanted = sorted(set(positions))
-        steps = await self.database.read(leased_steps, self.key, self.name, wanted)
+        steps = await self.database.read(leased_steps, self.key, self.name, positions)
         return {at: step.manifest for at, step in steps.items()}
 
     async def head(self) -> int:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Protocol
 
 from trinity_buffer.errors import InvalidArgumentError, UnknownNameError
 from trinity_buffer.events import StepsCommitted, TrainerRewound, kinds_of
@@ -124,8 +124,7 @@ def numbers_of(line: StepLine) -> dict[str, float]:
 
     ``batch/`` stands before what comes from the log, so that it takes no measure's place.
     """
-    numbers: dict[str, Any] = {**line.metrics}
-    numbers |= {f"batch/{name}": getattr(line, name) for name in OF_THE_LOG}
+    numbers = {**line.metrics, **{f"batch/{name}": getattr(line, name) for name in OF_THE_LOG}}
     return {
         name: float(value)
         for name, value in numbers.items()

@@ -168,8 +168,7 @@ async def recorded_end(experiment: Experiment, consumer: str, last: int | None) 
     if row is None or not row.committed_step:
         raise InvalidArgumentError(f"trainer {consumer!r} has committed no step yet")
     end = row.committed_step if last is None else last
-    at = trainer_queries.step_at
-    step = await database.read(at, key, consumer, end)
+    step = await database.read(trainer_queries.step_at, key, consumer, end)
     digest = weights = None
     if step is not None:
         after = await database.read(trainer_queries.weights_after, key, consumer, step)
