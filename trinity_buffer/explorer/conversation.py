@@ -386,8 +386,9 @@ def tool_calls_in(text: str, tools: Tools, turn: int = 0) -> tuple[str, list[dic
     made = []
     for number, call in enumerate(calls):
         function = {"name": call.name, "arguments": json.dumps(call.arguments, ensure_ascii=False)}
-        own = call.id or _id(f"{turn} {number} {text}")
-        made.append({"id": own, "type": "function", "function": function})
+        # Made of the text: the same turn, read again, has the same ids.
+        own = sha256(f"{turn} {number} {text}".encode(errors="replace")).hexdigest()
+        made.append({"id": call.id or own[:_ID_LETTERS], "type": "function", "function": function})
     return rest, made
 
 
@@ -434,11 +435,6 @@ def _call(value: Any, begin: int, end: int) -> Iterator[_Span]:
     if arguments is not None:
         own = value.get("id")
         yield _Span(begin, end, value["name"], arguments, own if isinstance(own, str) else None)
-
-
-def _id(text: str) -> str:
-    # Made of the text: the same turn, read again, has the same ids.
-    return sha256(text.encode(errors="replace")).hexdigest()[:_ID_LETTERS]
 
 
 def _tagged(text: str, _: Tools) -> Iterator[_Span]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -36,6 +36,11 @@ class _Asked:
     tokens: Sequence[int] = ()
     logprobs: Sequence[float] = ()
     error: InvalidArgumentError | None = None
+
+    @property
+    def waits(self) -> bool:
+        """Whether it was not answered yet."""
+        return not self.tokens and self.error is None
 
 
 class LocalModel:
@@ -144,11 +149,11 @@ class LocalModel:
         try:
             await anyio.lowlevel.checkpoint()  # who asks at the same time is answered together
             async with self._turn:
-                if not asked.tokens and asked.error is None:
-                    batch = self._waiting[: self._max_rows]
-                    await anyio.to_thread.run_sync(self._answer, batch)
+                if asked.waits:
+                    batch = [other for other in self._waiting if other.waits]
+                    await anyio.to_thread.run_sync(self._answer, batch[: self._max_rows])
         finally:
-            self._no_longer_waits(asked)
+            self._waiting.remove(asked)
         if asked.error is not None:
             raise asked.error
         return Completion(
@@ -170,11 +175,9 @@ class LocalModel:
                 self._answer([asked])
             if len(batch) == 1:
                 batch[0].error = error
-                self._no_longer_waits(batch[0])
             return
         for asked, (tokens, logprobs) in zip(batch, made, strict=True):
             asked.tokens, asked.logprobs = tokens, logprobs
-            self._no_longer_waits(asked)
 
     @torch.inference_mode()
     def _sampled(self, batch: Sequence[_Asked]) -> list[tuple[list[int], list[float]]]:
@@ -210,10 +213,6 @@ class LocalModel:
             mask = torch.cat([mask, mask.new_ones(len(batch), 1)], 1)
             positions = positions[:, -1:] + 1
         return made
-
-    def _no_longer_waits(self, asked: _Asked) -> None:
-        with suppress(ValueError):  # it was answered, or has left, in another thread
-            self._waiting.remove(asked)
 
     def _drawn(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         """Return a token of each row of ``[B, V]``, and its log-prob."""

@@ -104,8 +104,6 @@ class Server:
             raise self._unreachable(url, error) from error
 
     def _unreachable(self, url: str, error: Exception) -> InferenceServerError:
-        if isinstance(error, InferenceServerError):
-            return error
         message = f"{url}: {type(error).__name__} {error}".rstrip()
         return InferenceServerError(f"{message}; is the server up?")
 
@@ -407,21 +405,20 @@ def pinned(sampling: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def require_sampled(sampling: Mapping[str, Any], mode: str, remedy: str = LEAVE_OUT) -> None:
-    """Raise unless the server's log-probs are those of what it samples; None counts as not given.
+    """Raise unless the server's log-probs are those of what it samples.
 
     Raises:
         InvalidArgumentError: with these options they are not, in the log-prob ``mode``, or it is
             not known; where no mode would help, the message ends with the ``remedy``.
     """
-    options = {key: value for key, value in sampling.items() if value is not None}
-    for key, value in options.items():
+    for key, value in sampling.items():
         if key not in FREE and key not in NEUTRAL and value not in ALLOWED.get(key, ()):
             _refuse(f"{key}: {value!r:.80}", ALLOWED.get(key, ()), remedy)
-    for tool in options.get("tools") or ():
+    for tool in sampling.get("tools") or ():
         if any(isinstance(part, Mapping) and part.get("strict") for part in (tool, *tool.values())):
             _refuse(f"tools: strict=True of {tool!r:.80}", (), remedy)
     # Options that change probabilities are right only with log-probs taken after them.
-    bent = {k: v for k, v in changes(options).items() if k in NEUTRAL}
+    bent = {k: v for k, v in changes(sampling).items() if k in NEUTRAL}
     if bent and mode != "processed_logprobs":
         listed = ", ".join(f"{key}={value!r:.80}" for key, value in bent.items())
         raise InvalidArgumentError(

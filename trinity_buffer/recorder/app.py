@@ -342,22 +342,19 @@ class Recorder:
             self.recording.begin_rollout(rollout)
         await self.recording.require_open(rollout, body.get("n"))
         headers = {HEADER: str(rollout).encode().decode("latin-1")}  # as UTF-8: see `_as_utf8`
-        if asked.get("stream"):
-            chunks = self._streamed(path, asked, body, rollout)
-            status, answer, retry_headers = await self._unless_gone(request, chunks.__anext__)
-            if status < 400:
-                return StreamingResponse(chunks, headers=headers, media_type="text/event-stream")
-            await chunks.aclose()
-            return JSONResponse(answer, status, retry_headers)
         weights = await self._weights.now()
-        asking = partial(self.upstream.passed, path, asked)
+        chunks, streams = self.upstream.chunks(path, asked), asked.get("stream")
+        asking = chunks.__anext__ if streams else partial(self.upstream.passed, path, asked)
         status, answer, retry_headers = await self._unless_gone(request, asking)
         if status >= 400:
             return JSONResponse(answer, status, retry_headers)
+        if streams:
+            pieces = self._streamed(chunks, body, rollout, weights)
+            return StreamingResponse(pieces, headers=headers, media_type="text/event-stream")
         await self._store(answer, body, rollout, weights)
         if body.get("stream"):
-            pieces = [*as_chunks(stripped(answer, body), usage=wants_usage(body)), DONE]
-            return Response(b"".join(pieces), headers=headers, media_type="text/event-stream")
+            whole = [*as_chunks(stripped(answer, body), usage=wants_usage(body)), DONE]
+            return Response(b"".join(whole), headers=headers, media_type="text/event-stream")
         # Not a JSONResponse, which cannot write all that a server may say, such as NaN.
         text = json.dumps(stripped(answer, body), separators=(",", ":"))
         return Response(text, headers=headers, media_type="application/json")
@@ -409,20 +406,13 @@ class Recorder:
                 await self._background.start(self.recording.record_turns, rollout, turns)
 
     async def _streamed(
-        self, path: str, asked: Json, body: Json, rollout: Rollout
-    ) -> AsyncGenerator[Any]:
-        """Yield what `Server.passed` returns, then the chunks of a stream as they come.
-
-        The last of each choice leaves when all is durable.
-        """
-        whole, held, has_begun = StreamedAnswer(), [], False
+        self, chunks: AsyncGenerator[Any], body: Json, rollout: Rollout, weights: str | None
+    ) -> AsyncIterator[bytes]:
+        """Yield the chunks as they come; the last of each choice when all is durable."""
+        whole, held = StreamedAnswer(), []
         try:
-            weights = await self._weights.now()
             # A client that goes away closes this, and so the connection to the upstream.
-            async with aclosing(self.upstream.chunks(path, asked)) as chunks:
-                passed = await anext(chunks)
-                yield passed
-                has_begun = True
+            async with aclosing(chunks):
                 async for chunk in chunks:
                     with understanding(self.upstream.root):
                         ends = whole.take(chunk)
@@ -439,12 +429,10 @@ class Recorder:
                 yield piece
             yield DONE
         except TrinityBufferError as error:
-            if not has_begun:
-                raise
             # The head has left already: all that is left to say is in the stream.
             yield event({"error": {"message": str(error), "type": type(error).__name__}})
         finally:
-            self._in_flight -= has_begun
+            self._in_flight -= 1
 
 
 def _as_utf8(header: str) -> str:
