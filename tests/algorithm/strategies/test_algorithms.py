@@ -9,6 +9,7 @@ from typing_extensions import override
 
 from trinity_buffer.algorithm import (
     ALGORITHM_TYPE,
+    AdvantageFn,
     Algorithm,
     AlgorithmType,
     BatchLayout,
@@ -21,6 +22,7 @@ from trinity_buffer.algorithm import (
 from trinity_buffer.algorithm.algorithm import CPTAlgorithm, GRPOAlgorithm
 from trinity_buffer.algorithm.policy_loss_fn import GSPOLossFn
 from trinity_buffer.errors import InvalidArgumentError, UnknownNameError
+from trinity_buffer.trainer.requirements import stream_options
 
 SCHEMAS = {"sft": "sft", "cpt": "cpt", "dpo": "dpo"}
 
@@ -168,6 +170,27 @@ def test_the_loss_is_policy_minus_entropy_plus_divergence() -> None:
     expected = plain - 0.25 * metrics["actor/entropy_loss"] + 0.5 * metrics["actor/kl_loss"]
     assert float(whole) == pytest.approx(float(expected))
     assert metrics["actor/kl_loss"] > 0
+
+
+class OfRewards(AdvantageFn):
+    """As the functions of Trinity-RFT are written that need the tensors of a trainer."""
+
+    @classmethod
+    @override
+    def compute_in_trainer(cls) -> bool:
+        return True
+
+    @override
+    def __call__(self, exps: Any, **kwargs: Any) -> Any:
+        """Give each token what it earned."""
+        exps["advantages"] = exps["returns"] = exps["token_level_rewards"] * exps["action_mask"]
+        return exps, {}
+
+
+def test_advantages_in_the_trainer_may_be_of_a_plain_function() -> None:
+    algorithm = build("grpo_verl", advantage_fn=OfRewards)
+    assert algorithm.reads == {"old_logprob", "action_mask", "advantages"}
+    assert stream_options(algorithm)["needs"] == ("logprobs", "reward")
 
 
 class Bonus(PolicyLossFn):

@@ -34,6 +34,7 @@ class AdvantageFn(arguments.Configured, ABC):
         reads_old_logprob: whether it reads the log-probabilities that the explorer recorded, which
             every row must have then.
         reads_rewards: the same of rewards, where the advantages are computed in the trainer.
+        tensors: what it reads there beside these, such as ``values``.
 
     Args:
         on_unknown: ``"ignore"`` swallows misspelt arguments. Others are refused: subclasses can
@@ -45,6 +46,7 @@ class AdvantageFn(arguments.Configured, ABC):
 
     reads_old_logprob: ClassVar[bool] = False
     reads_rewards: ClassVar[bool] = True
+    tensors: ClassVar[tuple[str, ...]] = ()
     runtime_args: ClassVar[tuple[str, ...]] = ("on_unknown", "rng")
 
     on_unknown: Literal["error", "ignore"] = field(default="error", kw_only=True)
@@ -172,12 +174,7 @@ class TrainerAdvantage(AdvantageFn):
     ``uid``, ...) or our own (``action_mask``, ``old_logprob``, ``group_index``, ...), padded ``[B,
     T]`` or packed with ``cu_seqlens``. It gets ``advantages`` and ``returns``; a function that
     drops tokens also replaces the mask.
-
-    Class attributes:
-        tensors: what it reads beside rewards and ``old_logprob``, such as ``values``.
     """
-
-    tensors: ClassVar[tuple[str, ...]] = ()
 
     @classmethod
     @override
