@@ -32,7 +32,7 @@ from trinity_buffer.experience import Experience
 from trinity_buffer.inspector import compare_sets, leases
 from trinity_buffer.inspector.source import now
 from trinity_buffer.pipeline.annotate.grouping import UnitReader
-from trinity_buffer.pipeline.coordination.lease import Held, StrategyLease
+from trinity_buffer.pipeline.coordination.lease import Held, StrategyLease, is_dead
 from trinity_buffer.pipeline.coordination.waiting import is_paused, start_of, task_group
 from trinity_buffer.store import leases as store_leases
 from trinity_buffer.store.transaction import Transaction
@@ -352,6 +352,26 @@ async def test_a_run_that_could_not_give_its_lease_back_stands_in_nobodys_way(
         await experiment.writer("e0").write(group(runs=2))
         with anyio.fail_after(20):
             assert (await run_strategy(experiment, Watcher, name=NAME)).annotated == 2
+
+
+async def test_a_consumer_that_runs_again_takes_its_lease_again(
+    store_url: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    held = list[bool]()
+
+    class Looking(Watcher):
+        @override
+        async def add(self, experiences: list[Experience], step: int) -> Any:
+            held.append(not is_dead(await holder(experiment)))
+            return await super().add(experiences, step)
+
+    async with opened(store_url, rollouts_per_group=2) as experiment:
+        consumer = StrategyConsumer(experiment, Looking, name=NAME)
+        for task in range(2):
+            await experiment.writer("e0").write(group(task=task, runs=2))
+            await consumer.run()
+    assert held == [True, True]
+    assert "took over" not in caplog.text
 
 
 async def test_who_lost_a_lease_to_another_waits_twice_as_long_for_it(store_url: str) -> None:

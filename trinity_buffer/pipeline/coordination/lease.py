@@ -142,6 +142,7 @@ class Lease:
         held = leases.holder(tx, *self.of)
         if held != seen and (held is None or held[0] != self.owner):
             return False
+        _OWNERS.add(self.owner)  # again, if its consumer runs again
         ttl_us = int(self.ttl_s * 1e6)
         # Above the trainer's tokens in the log too, so that it fences if the table was lost.
         self.token = leases.acquire(tx, *self.of, owner=self.owner, now_us=now_us(), ttl_us=ttl_us)
@@ -259,6 +260,7 @@ class StrategyLease(Lease):
     @override
     async def release(self) -> None:
         _OWNERS.discard(self.owner)
+        self.is_held = False
         if self._took:
             with anyio.CancelScope(shield=True):
                 await super().release()
