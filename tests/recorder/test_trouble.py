@@ -555,6 +555,19 @@ async def test_an_answer_that_nobody_waited_for_is_no_turn(
         assert len((await reward(url, "t/0", 1.0)).json()["uids"]) == 1
 
 
+async def test_a_client_that_leaves_amid_its_request_is_no_error_of_the_recorder(
+    sqlite_url: str, upstream: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    head = "POST /v1/chat/completions HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-length: 99\r\n\r\n{"
+    async with recording(sqlite_url, upstream, max_in_flight=1) as url:
+        async with await anyio.connect_tcp("127.0.0.1", int(url.rpartition(":")[2])) as leaving:
+            await leaving.send(head.encode())
+        with anyio.fail_after(20):
+            while (await chat(url, "t/0")).status_code == 429:  # it may be in flight still
+                await anyio.sleep(0.01)
+    assert "Traceback" not in "".join(capfd.readouterr())
+
+
 class Endless:
     """An upstream that never ends an answer by itself.
 

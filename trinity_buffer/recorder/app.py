@@ -19,7 +19,7 @@ import msgspec
 from anyio.abc import TaskGroup
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
@@ -269,7 +269,7 @@ class Recorder:
             ends = ("chat/completions", "completions")
             routes += [self._route(f"{place}/{end}", self._complete) for end in ends]
             routes.append(self._route(f"{place}/models", models, "GET"))
-        answers: Any = dict.fromkeys((TrinityBufferError, HTTPException), _error)
+        answers: Any = dict.fromkeys((TrinityBufferError, HTTPException, ClientDisconnect), _error)
         return Starlette(routes=routes, lifespan=self._lifespan, exception_handlers=answers)
 
     def _route(
