@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
+from typing_extensions import override
 
 from tests.handles import TrainStep
 from tests.planted_faults.trainer_checks import take_over
@@ -21,7 +24,7 @@ from trinity_buffer.demo.policy import TransformerCritic, TransformerPolicy
 from trinity_buffer.errors import InvalidArgumentError
 from trinity_buffer.trainer.checkpoint import read_step
 from trinity_buffer.trainer.models import value_loss
-from trinity_buffer.trainer.trainer import Trainer, TrainerSettings
+from trinity_buffer.trainer.trainer import StepReport, Trainer, TrainerSettings
 
 
 @pytest.mark.parametrize("name", ALGORITHM_TYPE.names())
@@ -34,6 +37,33 @@ def test_every_algorithm_trains_and_commits(name: str, sqlite_url: str, tmp_path
     assert max(report.gradient_norm for report in reports) > 0
     before = policy().state_dict()
     assert any(not torch.equal(before[k], w) for k, w in trainer.policy.state_dict().items())
+
+
+class Twice(TransformerPolicy):
+    """Names its head twice, as one does that chains the weights of parts which share some."""
+
+    @override
+    def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
+        return chain(super().parameters(recurse), self.head.parameters())
+
+
+@pytest.mark.parametrize("is_own", [False, True])
+def test_a_weight_that_a_policy_names_twice_is_stepped_and_counted_once(
+    is_own: bool, sqlite_url: str, tmp_path: Path
+) -> None:
+    anyio.run(prepared, sqlite_url, build("grpo"))
+    trained: list[list[Any]] = []
+    for kind in (TransformerPolicy, Twice):
+        model, reports = kind(CONFIG), list[StepReport]()
+        own = torch.optim.SGD(nn.Module.parameters(model), lr=0.5) if is_own else None
+        settings = TrainerSettings(checkpoints=tmp_path / kind.__name__, max_gradient_norm=0.05)
+        with open_train_stream(
+            sqlite_url, experiment="run", strategy="grpo", consumer=kind.__name__
+        ) as stream:
+            Trainer(stream, model, build("grpo"), settings, optimizer=own).run(reports.append)
+        trained.append([report.gradient_norm for report in reports])
+        trained[-1] += [weight.tolist() for weight in model.state_dict().values()]
+    assert trained[0] == trained[1]
 
 
 @pytest.mark.long

@@ -95,7 +95,8 @@ class TrainerSettings(OptimizerOptions, TrainingOptions):
 
     def optimizer_of(self, model: Trainable, *, is_critic: bool = False) -> torch.optim.Optimizer:
         """Return a fresh optimizer for the policy, or for the critic."""
-        weights, decay = model.parameters(), self.weight_decay
+        # A policy may name a weight twice that two of its parts share.
+        weights, decay = [*dict.fromkeys(model.parameters())], self.weight_decay
         rate = self.critic_learning_rate if is_critic else self.learning_rate
         return torch.optim.AdamW(weights, lr=rate, weight_decay=decay, betas=self.betas)
 
@@ -483,7 +484,7 @@ class Trainer:
 
         Only those of weights that the optimizer holds: nothing would ever clear the others.
         """
-        held, every = models.held_by(optimizer), list(model.parameters())
+        held, every = models.held_by(optimizer), dict.fromkeys(model.parameters())
         weights = [weight for weight in every if id(weight) in held]
         for weight in every:
             if id(weight) not in held:
