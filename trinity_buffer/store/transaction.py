@@ -373,8 +373,11 @@ class ReadSession:
 
     def read(self, f: InTransaction[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
         """Return ``f(tx, ...)`` of a transaction that sees one state and changes nothing."""
+        return self._run(f, args, kwargs, writes=False)
+
+    def _run(self, f: Callable[..., T], args: Any, kwargs: Any, *, writes: bool) -> T:
         try:
-            done: T = self.run(f, args, kwargs, writes=False, once=self.once)
+            done: T = self.run(f, args, kwargs, writes=writes, once=self.once)
         except FOREIGN:
             with foreign_errors(self.name):
                 raise
@@ -390,11 +393,7 @@ class Session(ReadSession):
 
     def write(self, f: InTransaction[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
         """Return ``f(tx, ...)`` of a writing transaction, which has committed."""
-        try:
-            done: T = self.run(f, args, kwargs, writes=True, once=self.once)
-        except FOREIGN:
-            with foreign_errors(self.name):
-                raise
+        done = self._run(f, args, kwargs, writes=True)
         self.wrote = True
         return done
 

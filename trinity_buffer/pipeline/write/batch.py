@@ -226,10 +226,9 @@ def _responses(batch: RecordBatch, schema: str) -> Problem | None:
         numbers = batch.sizes[field]
         pairs = zip(numbers, responses, strict=True)
         if numbers != responses and any(own not in (None, length) for own, length in pairs):
-            is_mask = field == "action_mask"
-            why = (
-                f" ({size} tokens - prompt_length {prompt})" if is_mask else ": one per token of it"
-            )
+            why = ": one per token of it"
+            if field == "action_mask":
+                why = f" ({size} tokens - prompt_length {prompt})"
             return field, f"{field} has {numbers[0]} elements, the response has {response}{why}"
     return None
 
@@ -332,9 +331,7 @@ def require(experience: Experience, rules: Sequence[Rule], schema: str = "") -> 
         InvalidExperienceError: it does not.
     """
     batch = RecordBatch([experience])
-    problem = next(filter(None, (rule(batch, schema) for rule in rules)), None)
-    if problem is not None:
-        field, sentence = problem
+    for field, sentence in filter(None, (rule(batch, schema) for rule in rules)):
         eid: Any = experience.eid
         error = errors.InvalidExperienceError(f"experience {getattr(eid, 'uid', eid)}: {sentence}")
         error.field = field
@@ -449,9 +446,8 @@ class WriteCall:
             return [write for call in calls for write in call.prepare()]
         try:
             self._check()
-            uids = [experience.eid.uid for experience in self.experiences]
+            self.uids = [experience.eid.uid for experience in self.experiences]
             self.experiences = without_known([encode_experiences(self.experiences)], {}, _TWICE)
-            self.uids = uids
             return self.prepare()
         except Exception as error:  # noqa: BLE001 - raised to its own caller
             self.error = error
