@@ -14,6 +14,8 @@ from tests.contract.making import living, opened
 from tests.explorer.test_exploring import SMALL, TASKS, Rollouts, answer, experience, runs, sealed
 from tests.handles import Experiment
 from tests.raw_store import note_presence, sql, this_host
+from trinity_buffer.pipeline.coordination import waiting
+from trinity_buffer.pipeline.coordination.waiting import Presence, task_group
 from trinity_buffer.store import counts
 
 WHOLE = {"epoch0-0": 4, "epoch0-1": 4, "epoch0-2": 2}
@@ -158,3 +160,27 @@ async def test_however_many_batches_the_dead_left_none_counts_and_all_are_taken_
             with anyio.fail_after(60):
                 assert await bounded.writer("e0").plan("new", [0], 1)
         assert len(await experiment.writer("e1").take_over()) == number
+
+
+async def test_an_explorer_takes_over_one_more_name_while_it_says_that_the_others_are_there(
+    store_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen, later = Presence.seen, anyio.Event()
+    monkeypatch.setattr(waiting, "SEEN_EVERY_S", 0.01)
+    async with opened(store_url) as experiment:
+        for batch in ("b0", "b1"):
+            await experiment.writer(f"of-{batch}").plan(batch, [0], 1)
+        await experiment.database.write(sql("DELETE FROM presence"))
+        heir = experiment.writer("e0")
+
+        async def seen_meanwhile(presence: Presence, *, at_once: bool = False) -> None:
+            await seen(presence, at_once=at_once)
+            if presence.name == "of-b0":
+                assert await heir.take_over(["b1"]) == ["b1"]
+            elif presence.name == "of-b1":
+                later.set()
+
+        assert await heir.take_over(["b0"]) == ["b0"]
+        monkeypatch.setattr(Presence, "seen", seen_meanwhile)
+        async with task_group(heir.stay_present):
+            await later.wait()

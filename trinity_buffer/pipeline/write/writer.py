@@ -599,10 +599,8 @@ class SQLWriter(BufferWriter):
             async with self._presence.heartbeats():
                 while True:
                     await anyio.sleep(waiting.SEEN_EVERY_S)
-                    for presence in self._taken_over.values():
-                        with suppress(
-                            errors.StoreError
-                        ):  # writes report errors of the store themselves
+                    for presence in list(self._taken_over.values()):  # more may be taken meanwhile
+                        with suppress(errors.StoreError):  # writes report the store's themselves
                             await presence.seen()
         finally:
             for presence in self._taken_over.values():
