@@ -11,6 +11,7 @@ from sqlalchemy import select
 from tests.conftest import Resize
 from tests.contract.making import group, opened
 from tests.handles import Experiment, Transaction
+from tests.pipeline.planting import unguarded
 from tests.postgres import PostgresServer
 from tests.raw_store import PROJECTIONS, append, sql
 from tests.sample_run import record_sample_run
@@ -166,6 +167,22 @@ async def test_nothing_is_left_of_an_earlier_position(store_url: str, tmp_path: 
                 assert await source.read(shown, experiment.key) != now
                 assert await experiment.database.read(shown, experiment.key) == now
         assert await experiment.database.read(shown, experiment.key) == now
+
+
+@pytest.mark.parametrize("harm", ["DELETE FROM event", "UPDATE event SET actor = 'another'"])
+async def test_a_log_whose_event_is_missing_or_another_shows_no_later_position(
+    store_url: str, tmp_path: Path, harm: str
+) -> None:
+    sample = await record_sample_run(store_url, tmp_path / "run")
+    change = sql(f"{harm} WHERE position = :at", at=5)
+    await unguarded(store_url, change, chained=False)
+    async with open_store(store_url, read_only=True) as store:
+        experiment = await store.experiment(sample.name)
+        async with as_of(experiment, 4):
+            pass
+        with pytest.raises(StoreError, match=r"position [56] breaks the chain of the log: "):
+            async with as_of(experiment, 9):
+                pass
 
 
 async def test_a_connection_that_was_lost_does_not_answer_for_now(

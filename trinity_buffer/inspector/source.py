@@ -14,7 +14,7 @@ from trinity_buffer.events import BatchLeased
 from trinity_buffer.pipeline.handle import Event, decoded
 from trinity_buffer.pipeline.manifest import leased_steps
 from trinity_buffer.pipeline.store import Experiment
-from trinity_buffer.pipeline.verify.projections import Progress, decoded_events, no_progress, pages
+from trinity_buffer.pipeline.verify.projections import Progress, chained, no_progress, pages
 from trinity_buffer.store import fold, log, refold
 from trinity_buffer.store.connection import Database
 from trinity_buffer.store.rows import ConsumerRow
@@ -83,17 +83,17 @@ async def as_of(
     Raises:
         InvalidArgumentError: the log has no such position.
         CodecError: an event that says how it was is damaged; the message names its position.
-        StoreError: an event contradicts those before it.
+        StoreError: an event was altered, is missing, or contradicts those before it.
     """
     if position is None:
         yield now(experiment)
         return
-    database, key = experiment.database, experiment.key
+    database, key, decode = experiment.database, experiment.key, chained(experiment.name)
     await require_position(experiment, position)
     async with database.dedicated_connection() as connection:
         await connection.read(refold.make_temporary_tables)
         async for page in pages(database, key, up_to=position):
-            facts = await anyio.to_thread.run_sync(decoded_events, page)
+            facts = await anyio.to_thread.run_sync(decode, page)
             try:
                 await connection.read(fold.fold_all, key, facts)
             except (errors.StoreBusyError, errors.StoreUnavailableError):

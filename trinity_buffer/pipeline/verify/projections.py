@@ -67,6 +67,26 @@ def decoded_events(page: Sequence[StoredEvent]) -> list[PlacedFact]:
     return events
 
 
+def chained(experiment: str) -> Decode:
+    """Return a function that decodes the log of an experiment page by page, from its first event.
+
+    It raises StoreError if an event was altered or is missing: the fold of the others would be of
+    a run that never was.
+    """
+    chain = EventChain(experiment)
+
+    def decode(page: Sequence[StoredEvent]) -> list[PlacedFact]:
+        for event in page:
+            if (wrong := chain.take(event)) is not None:
+                raise StoreError(
+                    f"the event at position {event.position} breaks the chain of the log: {wrong}; "
+                    "run `trinity-buffer verify` and restore the store from a backup"
+                )
+        return decoded_events(page)
+
+    return decode
+
+
 def readable_events(page: Sequence[StoredEvent]) -> list[PlacedFact]:
     """Return a page with its bodies, without the events whose body is damaged."""
     events = []
@@ -215,18 +235,7 @@ async def rebuild(
             changed.
         CodecError: a body is damaged; nothing was changed.
     """
-    chain = EventChain(await database.read(log.experiment_name, experiment))
-
-    def decode(page: Sequence[StoredEvent]) -> list[PlacedFact]:
-        # Folded, an event that was altered would alter the projections for good.
-        for event in page:
-            if (wrong := chain.take(event)) is not None:
-                raise StoreError(
-                    f"the event at position {event.position} breaks the chain of the log: {wrong}; "
-                    "run `trinity-buffer verify` and restore the store from a backup"
-                )
-        return decoded_events(page)
-
+    decode = chained(await database.read(log.experiment_name, experiment))
     with refold.open_scratch(experiment) as scratch:
         mended = await compare(database, scratch, progress, decode, mends=True)
         tables = Counter(difference.table for difference in mended)
