@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -16,7 +17,8 @@ from trinity_buffer import open_store, run_strategy
 from trinity_buffer.algorithm import ADVANTAGE_FN, build
 from trinity_buffer.errors import InvalidArgumentError, TrainingError, TrinityBufferError
 from trinity_buffer.experience import Experience
-from trinity_buffer.trainer.models import Models, prepare
+from trinity_buffer.trainer.models import Models, StepMeter, prepare
+from trinity_buffer.trainer.parallel import Processes
 from trinity_buffer.trainer.requirements import stream_options
 
 STEP: dict[str, Any] = {"strategy": "grpo", "groups_per_step": 2, "tokens_per_microbatch": 20}
@@ -162,6 +164,21 @@ async def test_advantages_are_computed_from_no_zeros_for_log_probs(
         return
     with pytest.raises(InvalidArgumentError, match=r"'rollout_logprob' .* b0/0/1/0/ .* to come$"):
         prepare(step, made, Models(policy()), recompute_old_logprob=True)
+
+
+async def test_the_ratio_to_log_probs_that_the_trainer_computed_is_known_of_every_row(
+    store_url: str,
+) -> None:
+    async with open_store(store_url) as store:
+        step = await served(await annotated(store, without(LACKING)))
+    models = Models(policy(), reference=policy(1))
+    prepare(step, build("grpo"), models, recompute_old_logprob=True)
+    meter = StepMeter(step)
+    for microbatch in step.microbatches:
+        meter.add(microbatch, models.policy.scores(microbatch))
+    measured = meter.measures({}, Processes()).rows
+    assert measured["ratio_mean"] == pytest.approx(1.0)
+    assert np.isnan(measured["gap_mean"]).sum() == 1
 
 
 async def test_advantages_are_computed_from_no_zeros_for_rewards(store_url: str) -> None:

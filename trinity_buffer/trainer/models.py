@@ -153,8 +153,8 @@ def _difference(microbatch: MicroBatch, name: str, logprob: Tensor) -> Tensor:
         return torch.full_like(logprob, torch.nan)
     difference = logprob - other
     recorded = microbatch.get("logprob_mask")
-    if recorded is None or name == "ref_logprob":
-        return difference
+    if recorded is None or other is not microbatch.get("rollout_logprob"):
+        return difference  # what the trainer computed is there for every row
     there = recorded.to(difference.device)[rows_of_tokens(microbatch)].view_as(difference)
     return difference.where(there, torch.nan)
 
