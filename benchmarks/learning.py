@@ -19,7 +19,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # so that it runs as a script too
 
-from benchmarks.learning_report import write_report  # noqa: E402
+from benchmarks.learning_report import digest_of, write_report  # noqa: E402
 from benchmarks.learning_run import LearningError, Outcome, run, to_stderr  # noqa: E402
 from benchmarks.provenance import provenance  # noqa: E402
 from trinity_buffer.demo.recipes import RECIPES  # noqa: E402
@@ -112,7 +112,7 @@ def told(line: Mapping[str, Any]) -> str:
 
 def setup_of(name: str, overrides: Sequence[str] = ()) -> str:
     """Return what tells results of a recipe, and of overrides of it, from those of another."""
-    return RECIPES[name].digest + "-small" * bool(overrides)
+    return digest_of(RECIPES[name]) + "-small" * bool(overrides)
 
 
 def result_of(

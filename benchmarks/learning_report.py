@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from trinity_buffer.cli.demo_run import needs_of_run
 from trinity_buffer.cli.run_config import resolved
-from trinity_buffer.demo.recipes import RECIPES, config_for
+from trinity_buffer.demo.recipes import RECIPES, DemoRecipe, config_for
 
 Line = Mapping[str, Any]
 
@@ -49,10 +52,16 @@ def write_report(lines: Sequence[Line], docs: Path) -> None:
     (docs / "learning.md").write_text(HEAD + "\n".join(rows) + "\n\n" + pictures + "\n")
 
 
+def digest_of(recipe: DemoRecipe) -> str:
+    """Return what tells results of a recipe from those of another."""
+    text = json.dumps(asdict(recipe), sort_keys=True)
+    return hashlib.blake2b(text.encode(), digest_size=6).hexdigest()
+
+
 def _row(name: str, newest: Mapping[tuple[str, int], Line]) -> str:
     recipe = RECIPES[name]
     found = [line for (of, _), line in sorted(newest.items()) if of == name]
-    found = [line for line in found if line["setup"] == recipe.digest]
+    found = [line for line in found if line["setup"] == digest_of(recipe)]
     cells = (
         f"`{name}`",
         recipe.task,
@@ -94,7 +103,7 @@ def _plot(
     for number, name in enumerate(names):
         label: str | None = name
         for (of, _), line in sorted(newest.items()):
-            if of != name or line["setup"] != RECIPES[name].digest:
+            if of != name or line["setup"] != digest_of(RECIPES[name]):
                 continue
             steps, accuracies = zip(*[(0, 0.0), *map(tuple, line["curve"])], strict=True)
             axes.plot(steps, accuracies, color=f"C{number}", label=label, linewidth=1)

@@ -64,7 +64,7 @@ def test_what_is_recorded_is_named_and_not_run_again(
     line = {
         "algorithm": "sft",
         "seed": 5,
-        "setup": RECIPES["sft"].digest,
+        "setup": learning_report.digest_of(RECIPES["sft"]),
         "threshold": 0.9,
         "reached": 40,
         "commit": "1234567",

@@ -11,7 +11,14 @@ import torch
 
 from trinity_buffer.demo.policy import PolicyConfig, TransformerPolicy
 from trinity_buffer.demo.rollout import TaskSampler, evaluate
-from trinity_buffer.demo.tasks import GuessNumber, SortDigits, Task, draws, whole_draws
+from trinity_buffer.demo.tasks import (
+    HELD_OUT,
+    GuessNumber,
+    SortDigits,
+    Task,
+    draws,
+    whole_draws,
+)
 from trinity_buffer.experience import EID, Experience
 from trinity_buffer.identity import Key
 
@@ -132,7 +139,7 @@ def test_evaluation_is_greedy_and_the_same_every_time() -> None:
     policy = make_policy(task)
     right = 0
     for index in range(40):
-        problem = task.held_out(5, index)
+        problem = task.problem(5, index, stream=HELD_OUT)
         best = policy(torch.tensor([problem.prompt]))[0, -1].argmax().item()
         right += best == problem.answer[0]
     assert evaluate(policy, task, 40, seed=5) == right / 40 == evaluate(policy, task, 40, seed=5)

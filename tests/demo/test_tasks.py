@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from trinity_buffer.cli.run_config import resolved
-from trinity_buffer.demo.tasks import TASKS, GuessNumber, Problem, SortDigits
+from trinity_buffer.demo.tasks import HELD_OUT, TASKS, GuessNumber, Problem, SortDigits
 from trinity_buffer.errors import InvalidArgumentError
 
 HIGHER, LOWER, OPENING = 8, 9, 10
@@ -57,7 +57,7 @@ def test_problems_depend_on_seed_batch_and_index_alone(name: str) -> None:
     for others in (
         [task.problem(2, "e0-1", index) for index in range(50)],
         [task.problem(1, "e0-2", index) for index in range(50)],
-        [task.held_out(1, index) for index in range(50)],
+        [task.problem(1, index, stream=HELD_OUT) for index in range(50)],
     ):
         assert problems != others
 

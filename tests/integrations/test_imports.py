@@ -178,7 +178,7 @@ def test_a_prompt_in_plain_text_begins_as_where_it_is_generated_from(
 def test_an_answer_that_holds_its_end_has_no_second_one(tokenizer: Path) -> None:
     texts = Texts(tokenizer)
     for said in ("three", "three <e>"):
-        assert words(torch.tensor(texts.turn("one", said)["tokens"])) == "one three <e>"
+        assert words(torch.tensor(texts.turn("one", said, {})["tokens"])) == "one three <e>"
 
 
 def test_an_answer_in_plain_text_begins_with_no_blank_of_the_tokenizers(tmp_path: Path) -> None:
@@ -188,8 +188,8 @@ def test_an_answer_in_plain_text_begins_with_no_blank_of_the_tokenizers(tmp_path
     inner.pre_tokenizer = Metaspace(prepend_scheme="first")
     PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="<e>").save_pretrained(tmp_path)
     texts = Texts(tmp_path)
-    assert texts.turn("a:", "b")["tokens"] == [5, 4, 3, 0]
-    assert texts.turn("a:", " b")["tokens"] == [5, 4, 6, 0]
+    assert texts.turn("a:", "b", {})["tokens"] == [5, 4, 3, 0]
+    assert texts.turn("a:", " b", {})["tokens"] == [5, 4, 6, 0]
 
 
 def test_an_answer_in_a_dump_of_verl_has_no_end_that_may_not_have_been_said(

@@ -95,8 +95,8 @@ def test_a_wrong_row_is_told_with_its_line_and_what_it_holds(
 def test_a_call_that_the_template_writes_is_trained(form: str, tmp_path: Path) -> None:
     tokenizer_of(FORMS[form]).save_pretrained(tmp_path)
     texts = Texts(tmp_path)
-    spoken = texts.answer([USER], [MESSAGE])
-    called = texts.answer([USER], [{**MESSAGE, "tool_calls": [{**CALL, "id": "call00001"}]}])
+    spoken = texts.answer([USER], [MESSAGE], {})
+    called = texts.answer([USER], [{**MESSAGE, "tool_calls": [{**CALL, "id": "call00001"}]}], {})
     assert len(called) > len(spoken)
 
 

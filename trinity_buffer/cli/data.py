@@ -199,7 +199,7 @@ async def import_(
         f"{done.late} of them are of batches that an earlier import sealed: they are recorded as "
         "late and never trained; give the grown file an --experiment of its own"
     )
-    return Answer(done.to_dict(), line, [late] if done.late else [])
+    return Answer(done, line, [late] if done.late else [])
 
 
 @options.command()

@@ -73,9 +73,9 @@ def _yaml(text: str) -> Any:
         @override
         def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
             node = super().compose_mapping_node(anchor)
-            keys = [key.value for key, _ in node.value]
-            for place, (key, _) in enumerate(node.value):
-                if key.value in keys[:place]:
+            keys = dict[Any, Any]()
+            for key, _ in node.value:
+                if keys.setdefault((key.tag, str(key.value)), key) is not key:
                     problem = f"the key {key.value!r:.40} is there twice"
                     raise yaml.MarkedYAMLError(problem=problem, problem_mark=key.start_mark)
             return node

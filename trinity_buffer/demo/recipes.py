@@ -8,10 +8,8 @@ groups of 16 runs. All was found with rollouts that are 1 to 3 policy versions o
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from trinity_buffer.demo.tasks import TASKS, Task
@@ -71,12 +69,6 @@ class DemoRecipe:
     max_steps: int = 240
     threshold: float = 0.9
     target_accuracy: float | None = 0.95
-
-    @property
-    def digest(self) -> str:
-        """What tells results of this recipe from those of another."""
-        text = json.dumps(asdict(self), sort_keys=True)
-        return hashlib.blake2b(text.encode(), digest_size=6).hexdigest()
 
     def config(self) -> dict[str, Any]:
         """Return it as keys of a run's configuration, those that it sets alone."""

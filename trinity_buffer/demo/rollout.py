@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from trinity_buffer.demo.policy import TransformerPolicy
-from trinity_buffer.demo.tasks import Problem, Task, Tokens, Verdict, draws, whole_draws
+from trinity_buffer.demo.tasks import HELD_OUT, Problem, Task, Tokens, Verdict, draws, whole_draws
 from trinity_buffer.errors import InvalidArgumentError, NonFiniteError
 from trinity_buffer.experience import EID, Experience, Key
 
@@ -107,7 +107,8 @@ class TaskSampler:
 
 def evaluate(policy: TransformerPolicy, task: Task, problems: int, *, seed: int) -> float:
     """Return the fraction of ``problems`` fresh problems that the policy solves, being greedy."""
-    played = _play(policy, task, [task.held_out(seed, index) for index in range(problems)], None)
+    asked = [task.problem(seed, index, stream=HELD_OUT) for index in range(problems)]
+    played = _play(policy, task, asked, None)
     return sum(turns[-1].verdict.solved for turns in played) / problems
 
 

@@ -39,6 +39,9 @@ def whole_draws(count: int, below: int, *key: Key) -> tuple[int, ...]:
 
 Tokens = tuple[int, ...]
 
+HELD_OUT = " held out"
+"""The stream of problems for evaluation, which only have an index."""
+
 
 @dataclass(frozen=True, slots=True)
 class Problem:
@@ -95,13 +98,10 @@ class SortDigits:
         """The digits, the sign, the digits."""
         return 2 * self.digits + 1
 
-    def problem(self, seed: int, batch: Key, index: Key) -> Problem:
-        """Return digits drawn at random, each 0 ... 9."""
-        return self._of(whole_draws(self.digits, 10, "sort", seed, batch, index))
-
-    def held_out(self, seed: int, index: int) -> Problem:
-        """Return digits drawn at random from the stream for evaluation."""
-        return self._of(whole_draws(self.digits, 10, "sort held out", seed, index))
+    def problem(self, seed: int, *key: Key, stream: str = "") -> Problem:
+        """Return digits drawn at random, each 0 ... 9, of a batch and index, or `HELD_OUT`."""
+        digits = whole_draws(self.digits, 10, f"sort{stream}", seed, *key)
+        return Problem(prompt=(*digits, self.EQUALS), answer=tuple(sorted(digits)))
 
     def judge(self, problem: Problem, response: Sequence[int], turn: int) -> Verdict:
         """Return the fraction of right positions; all of them are a solution."""
@@ -112,9 +112,6 @@ class SortDigits:
     def text(self, tokens: Sequence[int]) -> str:
         """Return for example ``7 1 4 =``."""
         return " ".join("=" if token == self.EQUALS else str(token) for token in tokens)
-
-    def _of(self, digits: Tokens) -> Problem:
-        return Problem(prompt=(*digits, self.EQUALS), answer=tuple(sorted(digits)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,13 +142,10 @@ class GuessNumber:
         """The opening, then a guess and a reply per turn; the last guess has no reply."""
         return 2 * self.turns
 
-    def problem(self, seed: int, batch: Key, index: Key) -> Problem:
-        """Return a hidden number, drawn at random."""
-        return self._of(whole_draws(1, self.numbers, "guess", seed, batch, index))
-
-    def held_out(self, seed: int, index: int) -> Problem:
-        """Return a hidden number, drawn at random from the stream for evaluation."""
-        return self._of(whole_draws(1, self.numbers, "guess held out", seed, index))
+    def problem(self, seed: int, *key: Key, stream: str = "") -> Problem:
+        """Return a hidden number, drawn at random, of a batch and index, or `HELD_OUT`."""
+        hidden = whole_draws(1, self.numbers, f"guess{stream}", seed, *key)
+        return Problem(prompt=(self.numbers + 2,), answer=hidden)
 
     def judge(self, problem: Problem, response: Sequence[int], turn: int) -> Verdict:
         """Return the reward of a run that ends with this guess, or the reply to a wrong one."""
@@ -169,9 +163,6 @@ class GuessNumber:
         """Return for example ``guess 3 higher 6 lower``."""
         words = ("higher", "lower", "guess")
         return " ".join(str(t) if t < self.numbers else words[t - self.numbers] for t in tokens)
-
-    def _of(self, hidden: Tokens) -> Problem:
-        return Problem(prompt=(self.numbers + 2,), answer=hidden)
 
 
 Task = SortDigits | GuessNumber

@@ -47,17 +47,11 @@ class CheckpointedSteps:
         while not step.microbatches:
             step = await anext(self.stream)
         self.newest += 1
-        self._hand(step)
+        self.hand(step)
         return step
 
-    async def pass_over(self, last: int) -> None:
-        """Take the steps of the stream up to ``last``: `newest` of the trainer, as it is now."""
-        step = await anext(self.stream)
-        while step.step < last:
-            step = await anext(self.stream)
-        self._hand(step)
-
-    def _hand(self, step: TrainStep) -> None:
+    def hand(self, step: TrainStep) -> None:
+        """Take note of the `newest` step of the trainer."""
         self._handed[self.newest] = replace(step, microbatches=[])
 
     async def commit(self, step: int, checkpoint: Path | None) -> None:
@@ -104,7 +98,9 @@ async def checkpointed_steps(
         steps = CheckpointedSteps(stream, trained)
         # The checkpoint is ahead of the store: its commit was cut short by the crash.
         if committed < seen:
-            await steps.pass_over(seen)
+            while (step := await anext(stream)).step < seen:
+                pass
+            steps.hand(step)
         yield steps
 
 

@@ -150,7 +150,11 @@ class StoreSampleStrategy(SampleStrategy):  # type: ignore[misc]  # trinity is u
             StopAsyncIteration: the stream has ended; Trinity's trainer ends with it.
             TrainingError: rows were sampled at another temperature, or no trainer can score them.
         """
-        self._opened = self._opened or await self._open(step - 1)
+        if self._opened is None:
+            store = await self._stack.enter_async_context(open_store(self._url))
+            named = await store.experiment(self._name)
+            opening = checkpointed.checkpointed_steps(named, step - 1, **self._options)
+            self._opened = named, await self._stack.enter_async_context(opening)
         experiment, steps = self._opened
         folder = self._checkpoints
         saved = steps.newest if folder is None else checkpointed.last_saved(folder)
@@ -164,12 +168,6 @@ class StoreSampleStrategy(SampleStrategy):  # type: ignore[misc]  # trinity is u
         metrics: dict[str, Any] = {}
         self.set_model_version_metric(samples, metrics)
         return samples, metrics, representative_sample(samples)
-
-    async def _open(self, trained: int) -> tuple[Experiment, checkpointed.CheckpointedSteps]:
-        store = await self._stack.enter_async_context(open_store(self._url))
-        experiment = await store.experiment(self._name)
-        steps = checkpointed.checkpointed_steps(experiment, trained, **self._options)
-        return experiment, await self._stack.enter_async_context(steps)
 
     async def close(self) -> None:
         """Release the lease; a trainer that is killed loses it after ``lease_ttl_s``."""

@@ -73,7 +73,12 @@ class StoredRollouts(TrainerCallback):  # type: ignore[misc]  # transformers is 
     """
 
     def __init__(self, stream: SyncTrainStream | None, args: Any) -> None:
-        _require_served(args)
+        if args.token_budget != 0:
+            raise InvalidArgumentError(
+                f"token_budget={args.token_budget}: give token_budget=0, else a step of TRL is not "
+                "a step of the stream"
+            )
+        require_max_steps(args)
         if stream is not None:  # TRL looks for the next step before it saves this one
             stream.require_commits(saving_interval(args) + 1, "save_steps + 1")
         self.rollout_buffer = _Rollouts()
@@ -164,15 +169,6 @@ class StoredRollouts(TrainerCallback):  # type: ignore[misc]  # transformers is 
         if self._stream is not None and self._trained is not None:
             checkpoint = Path(args.output_dir) / f"checkpoint-{state.global_step}"
             self._stream.commit(self._trained, checkpoint)
-
-
-def _require_served(args: Any) -> None:
-    if args.token_budget != 0:
-        raise InvalidArgumentError(
-            f"token_budget={args.token_budget}: give token_budget=0, else a step of TRL is not a "
-            "step of the stream"
-        )
-    require_max_steps(args)
 
 
 def _of_main(*, ends: bool) -> bool:

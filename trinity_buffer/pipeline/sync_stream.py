@@ -6,7 +6,12 @@ import os
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
+from contextlib import (
+    AbstractAsyncContextManager,
+    ExitStack,
+    asynccontextmanager,
+    contextmanager,
+)
 from dataclasses import dataclass
 from functools import partial
 from threading import Thread
@@ -176,21 +181,13 @@ def in_portal(opened: AbstractAsyncContextManager[T]) -> Iterator[tuple[Blocking
     """
     pid = os.getpid()
     loop = LoopThread()
-
-    def runs() -> bool:
-        return os.getpid() == pid and not sys.is_finalizing()
-
+    stack = ExitStack()
+    stack.callback(loop.close)
     try:
-        entered = loop.portal.wrap_async_context_manager(opened)
-        stream = entered.__enter__()
-        try:
-            yield loop.portal, stream
-        finally:
-            if runs():
-                entered.__exit__(None, None, None)
+        yield loop.portal, stack.enter_context(loop.portal.wrap_async_context_manager(opened))
     finally:
-        if runs():
-            loop.close()
+        if os.getpid() == pid and not sys.is_finalizing():
+            stack.close()
 
 
 class LoopThread:

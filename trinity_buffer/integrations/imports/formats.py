@@ -22,7 +22,7 @@ import logging
 import pickle  # noqa: TID251 - by an Unpickler that finds no class
 import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice, takewhile
 from pathlib import Path
@@ -509,10 +509,6 @@ class Imported:
     batches: int = 0
     late: int = 0
     left_out: list[str] = field(default_factory=list)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return all of it by name."""
-        return asdict(self)
 
 
 def require_readable(

@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from reprlib import repr as short
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from trinity_buffer.errors import InvalidArgumentError, InvalidExperienceError, TrinityBufferError
@@ -251,9 +250,6 @@ Fields = Mapping[str, Any]
 Said = str | Sequence[Fields]
 """A text, or the messages of a conversation."""
 
-NOTHING: Fields = MappingProxyType({})
-"""Beside a text or messages."""
-
 
 def tools_of(row: Mapping[str, Any]) -> list[dict[str, Any]] | None:
     """Return the tools of a row of a data set, in the column that TRL names.
@@ -287,7 +283,7 @@ class Texts:
             raise InvalidArgumentError(f"--tokenizer {self._folder}: there is no such folder")
         return load_tokenizer(self._folder)
 
-    def prompt(self, messages: Said, row: Mapping[str, Any] = NOTHING) -> list[int]:
+    def prompt(self, messages: Said, row: Fields) -> list[int]:
         """Return the tokens of a prompt; of messages, up to where the answer begins.
 
         Args:
@@ -300,7 +296,7 @@ class Texts:
             return prompt_ids(self._tokenizer, messages)
         return self._chat(messages, row, ask=True)
 
-    def answer(self, prompt: Said, answered: Said, row: Mapping[str, Any] = NOTHING) -> list[int]:
+    def answer(self, prompt: Said, answered: Said, row: Fields) -> list[int]:
         """Return the tokens of an answer to ``prompt``, with the one that ends it.
 
         A text that the row calls truncated was cut off before that one.
@@ -354,7 +350,7 @@ class Texts:
         except InvalidExperienceError:
             return False
 
-    def turn(self, prompt: Said, answered: Said, row: Fields = NOTHING) -> dict[str, Any]:
+    def turn(self, prompt: Said, answered: Said, row: Fields) -> dict[str, Any]:
         """Return fields of an experience: the tokens of a prompt with its answer, texts, tools."""
         before = self.prompt(prompt, row)
         return {
