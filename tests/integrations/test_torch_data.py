@@ -232,6 +232,8 @@ def test_a_worker_that_stays_begins_its_next_pass_after_the_last_commit(
     assert list(loader) == []
     steps.load_state_dict(states[0])
     assert [step.step for step in loader] == [3, 4, 5, 6]
+    steps.commit(step, checkpoint(tmp_path, 7))  # behind the loop
+    assert steps.state_dict() == {"step": 6}
 
 
 def checkpoint(folder: Path, number: int) -> Path:

@@ -125,7 +125,8 @@ class StepDataset(IterableDataset[TrainStep]):
             else:
                 raise StoreError(
                     f"commit of step {step.step}: no worker answered within {COMMIT_S:g} s; commit "
-                    "while the loader is being read, and the same step again if it is"
+                    "while the loader is being read (behind its loop, too, with one worker and "
+                    "persistent_workers=True), and the same step again if it is"
                 )
         finally:
             self._waited_for.value = NO_REQUEST
