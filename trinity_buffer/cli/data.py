@@ -356,5 +356,4 @@ async def restore(
     report = await restore_experiment(experiment, folder=folder, progress=progress)
     verb = "is" if report.segments == 1 else "are"
     count = counted(report.segments, "segment")
-    line = f"{count} ({report.bytes / 1e6:.1f} MB) {verb} in the store again"
-    return Answer(report, line)
+    return Answer(report, f"{count} ({report.bytes / 1e6:.1f} MB) {verb} in the store again")

@@ -545,10 +545,9 @@ async def _screen(experiment: Experiment) -> Group:
     consumers = await source.read(writer_queries.consumers, source.key)
     trainers = [lease for lease in await questions.leases(source) if lease.kind == "trainer"]
     strategies = [row for row in consumers.values() if row.kind == "strategy"]
-    name = one_line(experiment.name)
     columns = "trainer, lease=state, handed out=leased_step, committed=committed_step"
     parts = [
-        output.table_of(name, columns, trainers),
+        output.table_of(one_line(experiment.name), columns, trainers),
         output.table_of("strategies", "set=name, seen up to=cursor, groups=calls", strategies),
     ]
     for trainer in trainers[:1]:
