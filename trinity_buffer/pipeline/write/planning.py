@@ -398,8 +398,7 @@ def heirs_of(presence: waiting.Presence, here: Sequence[PresenceRow]) -> list[Pr
     for row in here:
         if row.role == presence.role:
             names.setdefault((row.host, row.pid), set()).add(row.name)
-    namesakes = filter(presence.is_namesake, here)
-    return [row for row in namesakes if len(names[row.host, row.pid]) > 1]
+    return [row for row in filter(presence.is_namesake, here) if len(names[row.host, row.pid]) > 1]
 
 
 def seal(
