@@ -36,7 +36,8 @@ _TABLES: Mapping[str, Table] = {table.name: table for table in PROJECTIONS}
 
 # Tables that are read in spans by another number than the last one of their key.
 _NUMBER_OF = {plan.name: "ordinal", archived.name: "position"}
-_STATEFUL = frozenset({"configuration", "batch", "consumer", "counter", "waiting", "step"})
+STATEFUL = frozenset({"configuration", "batch", "consumer", "counter", "waiting", "step"})
+"""Tables whose rows the fold makes of other rows, so that one error may make others."""
 
 
 @cache
@@ -71,11 +72,6 @@ class Span:
     def whole(self) -> Span:
         """The same without limits."""
         return replace(self, after=None, up_to=None)
-
-    @property
-    def is_stateful(self) -> bool:
-        """Whether the fold makes its rows of other rows, so that one error may make others."""
-        return self.table in _STATEFUL
 
 
 @dataclass(frozen=True, slots=True)

@@ -193,8 +193,8 @@ async def compare(
         if mends:
             # Events that came meanwhile were folded on the live side with whatever is wrong there,
             # so what they may have spoilt is looked at again beside what is suspected.
-            again = [span for span in again if not span.is_stateful]
-            again += [span for span in whole if span.is_stateful]
+            again = [span for span in again if span.table not in refold.STATEFUL]
+            again += [span for span in whole if span.table in refold.STATEFUL]
         confirmed: list[Difference] = []
         for span in again:
             folded = scratch.ask(refold.rows_of, experiment, span)
