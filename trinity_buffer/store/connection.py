@@ -439,8 +439,7 @@ class Database:
         self.owner = transaction.Owner(self.name)
         self._any_revision = any_revision
         if self.dialect == "sqlite":
-            prepare = not self.read_only and not any_revision
-            await self._open_file(stack, prepare=prepare, create=create)
+            await self._open_file(stack, create=create)
         else:
             await self._open_server(stack)
         stack.callback(self.owner.close)
@@ -455,13 +454,13 @@ class Database:
             self._outage.reconnect_s = reconnect_s_of(self.url)
         return self
 
-    async def _open_file(self, stack: AsyncExitStack, *, prepare: bool, create: bool) -> None:
+    async def _open_file(self, stack: AsyncExitStack, *, create: bool) -> None:
         self.version = sqlite.require_safe_library()
         if not sqlite.check_path(self.path, read_only=self.read_only) and not create:
             raise nothing_at(self.path, read_only=False)
         self._still = self.read_only and sqlite.is_still(self.path)
         with transaction.foreign_errors(self.name):
-            if prepare:
+            if not (self.read_only or self._any_revision):
                 await anyio.to_thread.run_sync(sqlite.prepare_file, self.path)
             here = stack.enter_context(sqlite.open_here(self.path))
         files = StoreFiles(self.path, with_log=not self.read_only or self._still)
