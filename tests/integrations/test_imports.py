@@ -507,6 +507,12 @@ def test_what_cannot_be_read_is_told(tmp_path: Path, name: str, content: bytes, 
         list(Rows("sft").of(path))
 
 
+def test_a_file_that_is_nested_too_deeply_is_told(tmp_path: Path) -> None:
+    (tmp_path / "x.json").write_text("[" * 100_000)
+    with pytest.raises(InvalidArgumentError, match=r"x\.json: it cannot be read"):
+        list(Rows("sft").of(tmp_path / "x.json"))
+
+
 def test_one_split_of_a_saved_data_set_is_imported(tmp_path: Path) -> None:
     (tmp_path / "dataset_dict.json").write_text('{"splits": ["train", "test"]}')
     for split in ("train", "test"):
@@ -516,6 +522,10 @@ def test_one_split_of_a_saved_data_set_is_imported(tmp_path: Path) -> None:
     # Of a `map` over what was loaded from there.
     rows_of(tmp_path / "train" / "cache-0123456789abcdef.arrow", [{"a": "mapped"}])
     assert [row.held for row in Rows("sft").of(tmp_path / "train")] == [{"a": "train"}]
+    for damaged in ("{", '{"splits": 3}', "{}", "[]"):
+        (tmp_path / "dataset_dict.json").write_text(damaged)
+        with pytest.raises(InvalidArgumentError, match=r"dataset_dict\.json: it cannot be read"):
+            list(Rows("sft").of(tmp_path))
     (tmp_path / "dataset_dict.json").write_text('{"splits": ["train"]}')
     shutil.rmtree(tmp_path / "test")
     assert [row.held for row in Rows("sft").of(tmp_path)] == [{"a": "train"}]

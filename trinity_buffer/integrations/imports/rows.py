@@ -130,7 +130,10 @@ def _values(path: Path) -> Iterator[tuple[str, Any]]:
         raise InvalidArgumentError(f"{path}: there is no such file or folder")
     files, splits = [path], path / "dataset_dict.json"
     if splits.is_file():  # of `save_to_disk`: rows to test on must not be trained
-        names = json.loads(splits.read_text())["splits"]
+        try:
+            names = list(json.loads(splits.read_text())["splits"])
+        except (ValueError, LookupError, TypeError) as error:
+            raise InvalidArgumentError(f"{splits}: it cannot be read ({error})") from None
         if len(names) > 1:
             raise InvalidArgumentError(
                 f"{path} holds the splits {', '.join(names)}: name one of them: {path / names[0]}"
@@ -145,7 +148,7 @@ def _values(path: Path) -> Iterator[tuple[str, Any]]:
             yield from READERS[file.suffix](file)
         except InvalidArgumentError:
             raise
-        except ValueError as error:  # not UTF-8, or no file that pyarrow reads
+        except (ValueError, RecursionError) as error:  # such as not UTF-8, or no Parquet
             raise InvalidArgumentError(f"{file}: it cannot be read ({error})") from None
 
 
