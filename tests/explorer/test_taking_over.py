@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from functools import partial
 from signal import SIGKILL
+from typing import Any
 
 import anyio
 import pytest
@@ -12,11 +13,11 @@ import pytest
 import trinity_buffer as tb
 from tests.contract.making import living, opened
 from tests.explorer.test_exploring import SMALL, TASKS, Rollouts, answer, experience, runs, sealed
-from tests.handles import Experiment
+from tests.handles import Experiment, Transaction
 from tests.raw_store import note_presence, sql, this_host
 from trinity_buffer.pipeline.coordination import waiting
 from trinity_buffer.pipeline.coordination.waiting import Presence, task_group
-from trinity_buffer.store import counts
+from trinity_buffer.store import counts, writer_queries
 
 WHOLE = {"epoch0-0": 4, "epoch0-1": 4, "epoch0-2": 2}
 
@@ -149,8 +150,15 @@ async def test_what_was_taken_over_is_said_to_be_alive_until_its_maker_ends(stor
 
 
 async def test_however_many_batches_the_dead_left_none_counts_and_all_are_taken_over(
-    store_url: str,
+    store_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    original, asked = writer_queries.runs_of, list[Any]()
+
+    def asking(tx: Transaction, experiment: int, keys: Any) -> Any:
+        asked.append(keys)
+        return original(tx, experiment, keys)
+
+    monkeypatch.setattr(writer_queries, "runs_of", asking)
     number = counts.BATCHES_LOOKED_AT + 6
     async with opened(store_url) as experiment:
         for batch in range(number):
@@ -159,6 +167,7 @@ async def test_however_many_batches_the_dead_left_none_counts_and_all_are_taken_
         async with opened(store_url, max_queued_groups=4) as bounded:
             with anyio.fail_after(60):
                 assert await bounded.writer("e0").plan("new", [0], 1)
+        assert len(asked) < number / 2  # all others wait meanwhile
         assert len(await experiment.writer("e1").take_over()) == number
 
 

@@ -47,7 +47,7 @@ QUESTIONS: dict[str, Callable[[Transaction], Any]] = {
     "which groups are settled": lambda tx: writer_queries.settled(
         tx, 1, "grpo", GROUPS, cursor=ROWS, seen=ROWS
     ),
-    "which runs a batch has": lambda tx: writer_queries.runs_of(tx, 1, "b"),
+    "which runs a batch has": lambda tx: writer_queries.runs_of(tx, 1, ["b"]),
     "what groups hold": lambda tx: inspection.members(tx, 1, GROUPS),
     "which groups are the newest": lambda tx: inspection.newest_groups(tx, 1, TASKS, END),
     "a page of a batch": lambda tx: writer_queries.experiences(

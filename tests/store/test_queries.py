@@ -53,7 +53,7 @@ TRAINER = ConsumerRow("t", "trainer", {"strategy": "s"}, 0, 0, 0, 1, 4, 3)
 ASKED_FOR_EACH_BATCH: dict[str, Callable[[Transaction], Any]] = {
     "batch_row": lambda tx: writer_queries.batch_row(tx, 1, "b"),
     "count_in_batch": lambda tx: writer_queries.count_in_batch(tx, 1, "b"),
-    "runs_of": lambda tx: writer_queries.runs_of(tx, 1, "b"),
+    "runs_of": lambda tx: writer_queries.runs_of(tx, 1, ["b"]),
     "stored": lambda tx: writer_queries.stored(tx, 1, [EID("b", "t", 0)]),
     "settled": lambda tx: writer_queries.settled(tx, 1, "s", [("b", "t")], cursor=9, seen=9),
     "members": lambda tx: inspection.members(tx, 1, [("b", "t"), ("c", "t")]),

@@ -148,13 +148,21 @@ _UNSEALED_OF = Statement(
 )
 
 
-def runs_of(tx: Transaction, experiment: int, key: Key) -> set[tuple[str, int]]:
-    """Return the (task as text, run) pairs of a batch that are stored."""
-    return {(task, int(run)) for task, run in _RUNS.fetch_all(tx, of=experiment, batch=str(key))}
+def runs_of(
+    tx: Transaction, experiment: int, keys: Iterable[Key]
+) -> dict[str, set[tuple[str, int]]]:
+    """Return batch as text -> the (task as text, run) pairs of it that are stored."""
+    runs: dict[str, set[tuple[str, int]]] = {str(key): set() for key in keys}
+    for batch, task, run in _RUNS.fetch_all(tx, of=experiment, batches=list(runs)):
+        runs[batch].add((task, int(run)))
+    return runs
 
 
 _OF_BATCH = "FROM experience WHERE experiment = :of AND batch = :batch"
-_RUNS = Statement(f"SELECT DISTINCT task, run {_OF_BATCH}")
+_RUNS = Statement(
+    "SELECT DISTINCT batch, task, run FROM experience "
+    "WHERE experiment = :of AND batch IN TEXTS(:batches)"
+)
 _KINDS_OF_KEYS = Statement(f"SELECT int_keys {_OF_BATCH} LIMIT 1")
 
 

@@ -215,7 +215,7 @@ def check_admission(
         return AdmissionCheck(Answer.FINISHED)
     rules = Admission.of(config)
     backlog = trainer_queries.backlog(tx, experiment, rules.trainer)
-    # Groups of dead explorers are counted only when they would block: it takes a query per batch.
+    # Groups of dead explorers are counted only when they would block: it takes reading their runs.
     admitted, abandoned = rules.admits(backlog, version), 0
     if not admitted:
         abandoned = diagnosis.abandoned_groups(tx, experiment)
@@ -351,7 +351,7 @@ def missing(tx: Transaction, experiment: int, batch: Key) -> list[tuple[Key, int
         InvalidArgumentError: the batch was never planned.
     """
     tasks, runs = planned(tx, experiment, batch)
-    stored = writer_queries.runs_of(tx, experiment, batch)
+    stored = writer_queries.runs_of(tx, experiment, [batch])[str(batch)]
     pairs = [(task, run) for task in tasks for run in range(runs)]
     return [(task, run) for task, run in pairs if (str(task), run) not in stored]
 
