@@ -16,7 +16,6 @@ from tests.whole_stores import recorded_end
 from trinity_buffer import run_strategy
 from trinity_buffer.errors import InvalidArgumentError, StoreUnavailableError
 from trinity_buffer.explorer.explore import Weights
-from trinity_buffer.pipeline.coordination.waiting import task_group
 from trinity_buffer.store import trainer_queries, writer_queries
 
 
@@ -156,11 +155,13 @@ async def test_an_explorer_at_work_follows_a_trainer_that_is_named_later(
         weights = Weights(experiment, Model())
         await weights.load_newest()
         assert [event.is_set() for event in loaded.values()] == [True, False]
-        async with task_group(weights.follow):
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(weights.follow)
             async with opened(store_url, trainer="second"):
                 pass
             with anyio.fail_after(30):
                 await loaded["second-1"].wait()
+            tasks.cancel_scope.cancel()
 
 
 async def test_a_trainer_of_another_name_is_followed_where_the_configured_one_is_not_there(

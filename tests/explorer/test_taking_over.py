@@ -16,7 +16,7 @@ from tests.explorer.test_exploring import SMALL, TASKS, Rollouts, answer, experi
 from tests.handles import Experiment, Transaction
 from tests.raw_store import note_presence, sql, this_host
 from trinity_buffer.pipeline.coordination import waiting
-from trinity_buffer.pipeline.coordination.waiting import Presence, task_group
+from trinity_buffer.pipeline.coordination.waiting import Presence
 from trinity_buffer.store import counts, writer_queries
 
 WHOLE = {"epoch0-0": 4, "epoch0-1": 4, "epoch0-2": 2}
@@ -191,5 +191,7 @@ async def test_an_explorer_takes_over_one_more_name_while_it_says_that_the_other
 
         assert await heir.take_over(["b0"]) == ["b0"]
         monkeypatch.setattr(Presence, "seen", seen_meanwhile)
-        async with task_group(heir.stay_present):
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(heir.stay_present)
             await later.wait()
+            tasks.cancel_scope.cancel()

@@ -11,7 +11,7 @@ import pytest
 
 FREED_AND_ASKED_FOR = """
 import asyncio, resource, sys
-from trinity_buffer.pipeline.store import open_store
+from trinity_buffer import open_store
 
 def pages_of_a_step():
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
@@ -36,7 +36,7 @@ def test_a_process_with_a_store_keeps_the_memory_of_a_step_for_the_next(tmp_path
 
 OPENED_AGAIN = """
 import asyncio, sys
-from trinity_buffer.pipeline.store import open_store
+from trinity_buffer import open_store
 
 def resident():
     line = next(x for x in open("/proc/self/status") if x.startswith("VmRSS"))

@@ -20,7 +20,7 @@ from typing_extensions import override
 
 from tests.conftest import Resize
 from tests.contract.making import assert_conserved, group, opened, rollout
-from tests.handles import Experiment, ReadSession
+from tests.handles import Experiment, ReadSession, Transaction
 from tests.pipeline import deciding
 from tests.pipeline.test_waits import spoken
 from tests.pipeline.watching import Killed, Watcher, killed_at
@@ -35,7 +35,6 @@ from trinity_buffer.pipeline.annotate.grouping import UnitReader
 from trinity_buffer.pipeline.coordination.lease import Held, StrategyLease, is_dead
 from trinity_buffer.pipeline.coordination.waiting import is_paused, start_of, task_group
 from trinity_buffer.store import leases as store_leases
-from trinity_buffer.store.transaction import Transaction
 
 NAME = deciding.NAME
 OTHER = os.getppid()

@@ -12,14 +12,13 @@ import anyio.to_thread
 import pytest
 
 from tests.contract.making import group, opened
-from tests.handles import Experiment, TrainStep, TrainStream
+from tests.handles import Experiment, TrainStep, TrainStream, Transaction
 from tests.raw_store import rows
 from trinity_buffer import open_train_stream, run_strategy
 from trinity_buffer.errors import InvalidArgumentError, StoreError
 from trinity_buffer.pipeline.coordination.lease import TrainerLease
 from trinity_buffer.pipeline.train import stream as streams
 from trinity_buffer.pipeline.train.step import Commit, LastCommits, StepQueue
-from trinity_buffer.store.transaction import Transaction
 
 GROUPS = 8
 

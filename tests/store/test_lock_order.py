@@ -13,7 +13,6 @@ from tests.raw_store import new_event
 from trinity_buffer import open_store
 from trinity_buffer.events import StreamEnded
 from trinity_buffer.pipeline.coordination.lease import StrategyLease, hold_lease
-from trinity_buffer.store.leases import holder
 
 LOCK = "SELECT pg_advisory_lock(7, %s)"
 WAITING = "SELECT count(*) FROM pg_locks WHERE locktype = 'advisory' AND NOT granted"
@@ -79,4 +78,5 @@ async def test_a_lease_that_was_cancelled_as_it_was_taken_is_given_back(
             tasks.start_soon(lease.release)
             await until_waiting(server, 2)
             await server.execute("SELECT pg_advisory_unlock(7, %s)", (experiment.key,))
-        assert await store.database.read(holder, experiment.key, "grpo") is None
+        left = await server.execute("SELECT count(*) FROM lease")
+        assert await left.fetchone() == (0,)
