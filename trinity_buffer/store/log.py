@@ -122,13 +122,12 @@ def require_ends(tx: Transaction, store: str, ends: Ends) -> None:
             ((is_standby,),) = tx.fetch_all("SELECT pg_is_in_recovery()", ())
             if is_standby:
                 continue
-        name = _NAME.value(tx, of=experiment)
         raise StoreReplacedError(
-            f"{store}: the log of experiment {name or experiment!r} has lost its "
-            f"event at position {position}, which was acknowledged to this process; it ends at "
-            f"{at} now. The store was replaced by one that lacks it (a failover, or an older "
-            "backup): end every process of the run, bring that store back, or go on from what is "
-            "there by starting them again"
+            f"{store}: the log of experiment {_NAME.value(tx, of=experiment) or experiment!r} has "
+            f"lost its event at position {position}, which was acknowledged to this process; it "
+            f"ends at {at} now. The store was replaced by one that lacks it (a failover, or an "
+            "older backup): end every process of the run, bring that store back, or go on from "
+            "what is there by starting them again"
         )
 
 

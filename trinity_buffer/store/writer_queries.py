@@ -148,21 +148,15 @@ _UNSEALED_OF = Statement(
 )
 
 
-def runs_of(
-    tx: Transaction, experiment: int, keys: Iterable[Key]
-) -> dict[str, set[tuple[str, int]]]:
-    """Return batch as text -> the (task as text, run) pairs of it that are stored."""
-    runs: dict[str, set[tuple[str, int]]] = {str(key): set() for key in keys}
-    for batch, task, run in _RUNS.fetch_all(tx, of=experiment, batches=list(runs)):
-        runs[batch].add((task, int(run)))
-    return runs
+def runs_of(tx: Transaction, experiment: int, keys: Iterable[Key]) -> set[tuple[str, str, int]]:
+    """Return (batch as text, task as text, run) of what is stored of these batches."""
+    rows = _RUNS.fetch_all(tx, of=experiment, batches=list(map(str, keys)))
+    return {(batch, task, int(run)) for batch, task, run in rows}
 
 
-_OF_BATCH = "FROM experience WHERE experiment = :of AND batch = :batch"
-_RUNS = Statement(
-    "SELECT DISTINCT batch, task, run FROM experience "
-    "WHERE experiment = :of AND batch IN TEXTS(:batches)"
-)
+_OF = "FROM experience WHERE experiment = :of AND batch"
+_OF_BATCH = f"{_OF} = :batch"
+_RUNS = Statement(f"SELECT DISTINCT batch, task, run {_OF} IN TEXTS(:batches)")
 _KINDS_OF_KEYS = Statement(f"SELECT int_keys {_OF_BATCH} LIMIT 1")
 
 

@@ -7,7 +7,7 @@ function explains one link of that ring, and continues with the next if that pro
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
@@ -197,7 +197,7 @@ def abandoned_groups(tx: Transaction, experiment: int) -> int:
     # A plan and its first heartbeat are one transaction, so absence means that it ended.
     gone = [batch.key for batch in batches if around.who("explorer", batch.actor) is None]
     rows = writer_queries.batches(tx, experiment, gone).values() if gone else ()
-    return sum(map(len, _missing_runs(tx, experiment, rows)))
+    return len(_missing_runs(tx, experiment, rows))
 
 
 def lacks_of(
@@ -223,7 +223,7 @@ def lacks_of(
             plan: tuple[str, str, int | None] = key, "", None
             short = [] if size is None else [size - n for n in groups.values() if n < size]
         elif row.sealed_at is None:
-            plan, (short,) = (key, row.actor, row.planned_at), _missing_runs(tx, experiment, [row])
+            plan, short = (key, row.actor, row.planned_at), _missing_runs(tx, experiment, [row])
         else:
             continue  # sealed: no more runs will come
         if row is None and size is None and groups:
@@ -236,13 +236,11 @@ def lacks_of(
     return lacks
 
 
-def _missing_runs(
-    tx: Transaction, experiment: int, rows: Collection[BatchRow]
-) -> Iterator[list[int]]:
-    """Yield for each planned batch how many runs each of its incomplete groups lacks."""
+def _missing_runs(tx: Transaction, experiment: int, rows: Collection[BatchRow]) -> list[int]:
+    """Return how many runs each incomplete group of planned batches lacks."""
     runs = writer_queries.runs_of(tx, experiment, [row.batch for row in rows])
-    for row in rows:
-        size = row.rollouts_per_group or 0
-        # Runs beyond the plan do not make a group complete.
-        stored = Counter(task for task, run in runs[str(row.batch)] if run < size)
-        yield [size - stored[str(task)] for task in row.tasks if stored[str(task)] < size]
+    sizes = {str(row.batch): row.rollouts_per_group or 0 for row in rows}
+    # Runs beyond the plan do not make a group complete.
+    stored = Counter((batch, task) for batch, task, run in runs if run < sizes[batch])
+    groups = [(str(row.batch), str(task)) for row in rows for task in row.tasks]
+    return [lacks for group in groups if (lacks := sizes[group[0]] - stored[group]) > 0]

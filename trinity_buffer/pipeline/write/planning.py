@@ -351,7 +351,7 @@ def missing(tx: Transaction, experiment: int, batch: Key) -> list[tuple[Key, int
         InvalidArgumentError: the batch was never planned.
     """
     tasks, runs = planned(tx, experiment, batch)
-    stored = writer_queries.runs_of(tx, experiment, [batch])[str(batch)]
+    stored = {(task, run) for _, task, run in writer_queries.runs_of(tx, experiment, [batch])}
     pairs = [(task, run) for task in tasks for run in range(runs)]
     return [(task, run) for task, run in pairs if (str(task), run) not in stored]
 
