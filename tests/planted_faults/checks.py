@@ -24,7 +24,7 @@ from tests.planted_faults.dying import write_and_die
 from tests.planted_faults.scenes import BLOCKED_S, RUNS, nothing_is_wrong, opened, write_groups
 from tests.raw_store import append, appending, sql, take_lease
 from tests.sample_run import rollout
-from trinity_buffer import run_strategy, verify
+from trinity_buffer import StrategyConsumer, run_strategy, verify
 from trinity_buffer.algorithm import GRPOAddStrategy
 from trinity_buffer.errors import ConflictingExperienceError, InvalidExperienceError
 from trinity_buffer.events import PolicyPublished
@@ -95,14 +95,15 @@ async def a_crash_before_the_commit_decides_nothing(url: str, folder: Path) -> N
 
 
 class Overtaken(GRPOAddStrategy):
-    """Lets another process of its name decide everything, while it computes."""
+    """Lets another consumer of its name decide everything, while it computes."""
 
     others: ClassVar[list[Experiment]] = []
 
     @override
     async def add(self, exps: list[Experience], step: int) -> tuple[int, dict[str, Any]]:
         if self.others:
-            await run_strategy(self.others.pop(), Overtaken, name="grpo")
+            other = StrategyConsumer(self.others.pop(), Overtaken, name="grpo", speaks=False)
+            await other.run()  # it asks for no lease
         return await super().add(exps, step)
 
 

@@ -14,7 +14,7 @@ from tests.handles import Experiment, TrainStep, TrainStream
 from tests.pipeline.planting import delete_event
 from tests.planted_faults import checks
 from tests.raw_store import new_event, now_us
-from trinity_buffer import StrategyConsumer, verify
+from trinity_buffer import StrategyConsumer, open_store, verify
 from trinity_buffer.errors import LeaseLostError
 from trinity_buffer.events import BatchLeased, ExperiencesRejected, PlacedFact, Recorded, kind_of
 from trinity_buffer.pipeline import manifest
@@ -155,8 +155,11 @@ def an_event_is_deleted(patch: Patch) -> None:
         chosen = select(tables.event.c.position).where(kind).limit(1)
         position = await experiment.database.read(lambda tx: tx.execute(chosen).scalar_one())
         url = experiment.database.url.set(drivername=experiment.database.dialect)
-        await delete_event(url.render_as_string(hide_password=False), position)
-        return await usual(experiment, **others)
+        address = url.render_as_string(hide_password=False)
+        await delete_event(address, position)
+        # A process that has seen the event is told so before it verifies anything.
+        async with open_store(address) as store:
+            return await usual(await store.experiment(experiment.name), **others)
 
     patch.setattr(checks, "verify", after_deletion)
 

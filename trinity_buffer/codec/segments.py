@@ -380,7 +380,7 @@ def _read_column(segment: Segment, entry: _ColumnEntry, body: memoryview, used: 
         raise _damaged(f"column {name!r} has {len(sizes)} sizes for {count} x {ndim}")
     data = np.frombuffer(raw, np.uint8)
     column = Column(name, dtype, sizes.reshape(count, ndim), data, present, encoding)
-    _check_size(column)
+    _check_size(column, count)
     same = segment.columns.setdefault(name, [])
     same.append(column)
     taken = list(chain.from_iterable(other.places for other in same)) if len(same) > 1 else []
@@ -389,14 +389,16 @@ def _read_column(segment: Segment, entry: _ColumnEntry, body: memoryview, used: 
     return end
 
 
-def _check_size(column: Column) -> None:
+def _check_size(column: Column, count: int) -> None:
     """Check that the data is as long as the shapes say, before anything is made of it."""
     width = DTYPES[column.dtype].itemsize
     if column.shapes.shape[1] > 1:
         # In floats first: a product of sizes may be far beyond 64 bits.
         fits = float(column.shapes.prod(axis=1, dtype=np.float64).sum()) * width == len(column.data)
     else:
-        fits = sum(column.sizes.tolist()) * width == len(column.data)
+        # Without dimensions, sizes would be as many ones as the header claims rows.
+        total = sum(column.sizes.tolist()) if column.shapes.shape[1] else count
+        fits = total * width == len(column.data)
     if not fits:
         raise _damaged(f"column {column.field!r} has {len(column.data)} bytes, its shapes differ")
     if column.dtype == "bool" and column.data.max(initial=0) > 1:

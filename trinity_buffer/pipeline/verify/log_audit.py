@@ -118,6 +118,7 @@ class TrainerAudit:
         twice: (step, digest) of the manifests that were committed again on the live line.
         sharing: positions of the manifests with a row that an earlier one has too.
         commits: all of them, those that were superseded too.
+        superseded: positions of those.
     """
 
     def __init__(self, name: str, annotation_set: str = "") -> None:
@@ -130,6 +131,7 @@ class TrainerAudit:
         self.twice: list[tuple[int, bytes]] = []
         self.sharing: set[int] = set()
         self.commits: list[Commit] = []
+        self.superseded: set[int] = set()
         self._sources = defaultdict[str, int](count(1).__next__, {"": 0})
         self._rejected: list[tuple[int, bytes]] = []
         self._dropped: list[tuple[int, Integers]] = []
@@ -281,6 +283,7 @@ class TrainerAudit:
         if last and last not in self.live:
             yield f"it goes back to step {last}, which was not committed"
         self.live = {step: digest for step, digest in self.live.items() if step <= last}
+        self.superseded |= {commit.position for commit in self.commits if commit.step > last}
 
     def rejected(self, position: int, fact: events.ExperiencesRejected) -> None:
         """Take in an ``ExperiencesRejected`` of the trainer itself."""

@@ -181,7 +181,8 @@ def examine_chain(
     known, commit = [leased[digest] for digest in times if digest in leased], chain.commit(trainer)
     steps = [manifest.step for manifest in known]
     line = dict(trainer.live)
-    if commit is not None:  # superseded by a rewind, it went through the manifests of then
+    # What a rewind superseded went through the manifests of then.
+    if commit is not None and commit.position in trainer.superseded:
         line |= enumerate(trainer.manifests_up_to(commit.chain) or (), 1)
     # The commit counts too: where the chain lacks its last manifests, their steps are lost, and
     # not merely later than the checkpoint.
