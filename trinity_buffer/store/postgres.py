@@ -72,8 +72,7 @@ _PASSING = frozenset({"57P01", "57P02", "57P03", "57P05", "25P03", "25P04", "533
 """SQLSTATE of a shutdown, a start, a connection that was idle for too long, and of too many."""
 
 # What a server answers to a client that it will not take later either. libpq passes on no code of
-# such an answer, only its words. A connection that ends as TLS
-# begins is no refusal.
+# such an answer, only its words. A connection that ends as TLS begins is no refusal.
 _NEVER = re.compile(
     "authentication|password|pg_hba|does not exist|permission|not permitted|certificate"
     "|SSL(?! SYSCALL error| error: unexpected eof| connection has been closed)"
