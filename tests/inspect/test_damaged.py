@@ -230,7 +230,7 @@ async def test_a_commit_of_another_kind_is_named_and_a_lost_row_of_a_step(
         await store.database.write(sql("DELETE FROM step WHERE step = 2"))
         answer = await why(source, uid)
     told = " ".join(reason.what for reason in answer.reasons)
-    assert "step 2 lost its row: `trinity-buffer rebuild`" in told
+    assert "step 2 has no row; run `trinity-buffer rebuild`" in told
 
 
 async def test_a_commit_that_is_damaged_costs_groups_and_an_export_nothing(

@@ -662,7 +662,7 @@ async def push_weights(
             await anyio.to_thread.run_sync(require_digest, path, policy.digest)
         try:
             into = _into_sglang if dialect == "sglang" else _into_vllm
-            async with task_group() as group:  # a task of its own: Ctrl-C heeds no shield here
+            async with task_group() as group:  # no shield holds Ctrl-C back in the main task
                 group.start_soon(_uncancelled, into, server, str(path), version, mode)
         except InferenceServerError as error:
             raise InferenceServerError(

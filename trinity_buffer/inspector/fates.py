@@ -340,7 +340,7 @@ def _of_a_step(tx: Transaction, source: Source, note: int, step: StepView) -> _R
     else:
         row = trainer_queries.step_at(tx, source.key, step.trainer, step.step)
         if row is None:
-            yield None, f"{trainer} step {step.step} lost its row: `trinity-buffer rebuild`"
+            yield None, f"{trainer} step {step.step} has no row; run `trinity-buffer rebuild`"
             return
         if row.committed_at is not None:
             committed = log.recorded_at(tx, source.key, [row.committed_at])
